@@ -1,0 +1,1 @@
+"""Places that keep opaque bytes under opaque names."""

@@ -1,0 +1,1 @@
+"""A small real model whose ranks write and read the store."""

@@ -1,0 +1,1 @@
+"""Pure arithmetic: models, boxes, grids, names, layouts, plans and the object format."""

@@ -1,0 +1,1 @@
+"""The store: pages of KV in canonical objects over a connector."""

@@ -1,0 +1,1 @@
+"""The contract suite, the oracle and the fault tools, shipped for implementers of connectors."""
