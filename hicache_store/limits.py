@@ -68,3 +68,10 @@ TOUCH_MEMORY_MAX: Final = 65_536
 
 METADATA_MAX_BYTES: Final = 256 * KIB
 """Largest manifest that is read back; a larger one is not ours."""
+
+MEMORY_QUOTA_BYTES: Final = GIB
+"""Default bound of the objects of one in-memory place: harmless on any machine that serves a model."""
+
+MEMORY_META_BYTES: Final = 64 * MIB
+"""Bound of what an in-memory place keeps outside its quota: 4,096 KiB-sized manifests and 15,000
+markers, far beyond what one process meets."""

@@ -18,9 +18,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from hicache_store.clock import Deadline
+
+META_PREFIX: Final = "meta/"
+"""Keys of manifests and markers: outside quota, time to live and eviction."""
 
 Part: TypeAlias = tuple[int, Sequence[memoryview]]
 """(offset in the object, views filled one after the other)."""
