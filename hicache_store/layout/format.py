@@ -1,0 +1,244 @@
+"""The object format, version 1: a payload, its trailer, and how bytes are proven good.
+
+``payload | cell sums (8 each) | fields (32) | zero padding | tail (32)``
+
+========  =======================================================================================
+fields    payload bytes u64, cells u32, layers a cell u32, object bytes u64, trailer sum u64
+tail      magic ``HICACHE`` + NUL, version u32, reserved u32 (zero), name digest 16 bytes
+========  =======================================================================================
+
+Everything is little-endian. The name digest is xxh3_128 of the object's logical key; its low 64
+bits seed every sum, plus the cell's index for cell sums, so data and trailers of different names
+never verify together. The trailer sum is xxh3_64 over the trailer without the sum itself. An
+object is ``payload + 64 + 8 * cells`` bytes, rounded up to 4096 when the payload is 256 KiB or
+more. A *cell* is one head and a run of layers of about 128-512 KiB, a function of the box alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from hicache_store.layout.box import Box
+from hicache_store.layout.model import Pool
+from hicache_store.limits import KIB
+
+MAGIC: Final = b"HICACHE\0"
+VERSION: Final = 1
+FIELDS: Final = struct.Struct("<QIIQQ")
+TAIL: Final = struct.Struct("<8sII16s")
+PAD_BYTES: Final = 4096
+PAD_FROM_PAYLOAD_BYTES: Final = 256 * KIB
+CELL_MIN_BYTES: Final = 128 * KIB
+CELL_MAX_BYTES: Final = 512 * KIB
+
+_SUM_BYTES = 8
+_TRAILER_SUM_AT = FIELDS.size - _SUM_BYTES
+_VERSION_AT = len(MAGIC)
+_MASK64 = (1 << 64) - 1
+
+
+class Verdict(enum.StrEnum):
+    """Why the bytes of an object are not what its name says."""
+
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    """A whole, sound object of another name."""
+    UNKNOWN_VERSION = "unknown_version"
+    """Written by a later format; neither deleted nor overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameSeed:
+    """The digest of a logical key and the seed its sums start from."""
+
+    digest: bytes
+    seed: int
+
+    @classmethod
+    def of(cls, key: str) -> NameSeed:
+        """Digest ``key``: xxh3_128, whose low 64 bits are the seed."""
+        value = xxhash.xxh3_128_intdigest(key.encode())
+        return cls(value.to_bytes(16, "little"), value & _MASK64)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Half-open bytes of an object."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFormat:
+    """Lengths and cells of the object of one box: a pure function of the box."""
+
+    heads: int
+    layers: int
+    layer_bytes: int
+    layers_per_cell: int
+
+    @classmethod
+    def of(cls, pool: Pool, box: Box) -> ObjectFormat:
+        """The format of the object that holds ``box``."""
+        layer_bytes = len(box.tokens) * pool.token_bytes
+        layers = len(box.layers)
+        return cls(len(box.heads), layers, layer_bytes, layers_per_cell(layers, layer_bytes))
+
+    @property
+    def head_bytes(self) -> int:
+        """Payload bytes of one head."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the payload."""
+        return self.heads * self.head_bytes
+
+    @property
+    def cells_per_head(self) -> int:
+        """Runs of layers a head is cut into; the last may be shorter."""
+        return -(-self.layers // self.layers_per_cell)
+
+    @property
+    def cells(self) -> int:
+        """Number of cells."""
+        return self.heads * self.cells_per_head
+
+    @property
+    def object_bytes(self) -> int:
+        """Length of the whole object."""
+        size = self.payload_bytes + FIELDS.size + TAIL.size + _SUM_BYTES * self.cells
+        if self.payload_bytes >= PAD_FROM_PAYLOAD_BYTES:
+            size = -(-size // PAD_BYTES) * PAD_BYTES
+        return size
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes after the payload, padding included."""
+        return self.object_bytes - self.payload_bytes
+
+    def cell_range(self, cell: int) -> ByteRange:
+        """Payload bytes of one cell."""
+        head, run = divmod(cell, self.cells_per_head)
+        start = head * self.head_bytes + run * self.layers_per_cell * self.layer_bytes
+        stop = min(start + self.layers_per_cell * self.layer_bytes, (head + 1) * self.head_bytes)
+        return ByteRange(start, stop)
+
+    def cells_of(self, wanted: Box, box: Box) -> list[int]:
+        """Cells of the object of ``box`` that hold any element of ``wanted``, ascending."""
+        first_run = (wanted.layers.start - box.layers.start) // self.layers_per_cell
+        stop_run = -(-(wanted.layers.stop - box.layers.start) // self.layers_per_cell)
+        return [
+            head * self.cells_per_head + run
+            for head in range(wanted.heads.start - box.heads.start, wanted.heads.stop - box.heads.start)
+            for run in range(first_run, stop_run)
+        ]
+
+    def seal(self, name: NameSeed, payload: Sequence[memoryview]) -> bytes:
+        """The trailer of a payload given as consecutive views."""
+        sums = b"".join(
+            value.to_bytes(_SUM_BYTES, "little")
+            for value in _sums(payload, ((i, self.cell_range(i)) for i in range(self.cells)), name.seed)
+        )
+        fields = FIELDS.pack(self.payload_bytes, self.cells, self.layers_per_cell, self.object_bytes, 0)
+        padding = bytes(self.trailer_bytes - len(sums) - FIELDS.size - TAIL.size)
+        trailer = bytearray(sums + fields + padding + TAIL.pack(MAGIC, VERSION, 0, name.digest))
+        at = len(sums) + _TRAILER_SUM_AT
+        trailer[at : at + _SUM_BYTES] = _trailer_sum(trailer, at, name.seed).to_bytes(_SUM_BYTES, "little")
+        return bytes(trailer)
+
+    def check_trailer(self, name: NameSeed, trailer: memoryview) -> Verdict | None:
+        """``None`` when the trailer is sound and belongs to ``name`` and this box."""
+        raw = bytes(trailer)
+        if len(raw) != self.trailer_bytes:
+            return Verdict.CORRUPT
+        magic, version, _reserved, digest = TAIL.unpack(raw[-TAIL.size :])
+        if magic != MAGIC:
+            return Verdict.CORRUPT
+        at = self.cells * _SUM_BYTES + _TRAILER_SUM_AT
+        stored = int.from_bytes(raw[at : at + _SUM_BYTES], "little")
+        seed = int.from_bytes(digest, "little") & _MASK64
+        if version != VERSION:
+            # A flipped bit in the version of one of ours is damage, not a later format.
+            ours = bytearray(raw)
+            version_at = len(raw) - TAIL.size + _VERSION_AT
+            ours[version_at : version_at + 4] = VERSION.to_bytes(4, "little")
+            is_ours = _trailer_sum(ours, at, seed) == stored
+            return Verdict.CORRUPT if is_ours else Verdict.UNKNOWN_VERSION
+        if _trailer_sum(raw, at, seed) != stored:
+            return Verdict.CORRUPT
+        fields = (self.payload_bytes, self.cells, self.layers_per_cell, self.object_bytes)
+        if digest != name.digest or FIELDS.unpack_from(raw, self.cells * _SUM_BYTES)[:4] != fields:
+            return Verdict.FOREIGN
+        return None
+
+    def check_cells(
+        self,
+        name: NameSeed,
+        trailer: memoryview,
+        cells: Sequence[int],
+        payload: Sequence[memoryview],
+        start: int = 0,
+    ) -> Verdict | None:
+        """``None`` when every cell's bytes match its sum.
+
+        ``payload`` are consecutive views of the object's bytes from ``start`` on; ``cells`` ascend
+        and lie wholly inside them.
+        """
+        ranges = ((cell, _shift(self.cell_range(cell), -start)) for cell in cells)
+        for cell, value in zip(cells, _sums(payload, ranges, name.seed), strict=True):
+            if trailer[cell * _SUM_BYTES : (cell + 1) * _SUM_BYTES] != value.to_bytes(_SUM_BYTES, "little"):
+                return Verdict.CORRUPT
+        return None
+
+
+def layers_per_cell(layers: int, layer_bytes: int) -> int:
+    """Layers of one cell: the smallest divisor of the box's layers whose cell is 128-512 KiB, else as
+    many as reach 128 KiB."""
+    for count in range(1, layers + 1):
+        if layers % count == 0 and CELL_MIN_BYTES <= count * layer_bytes <= CELL_MAX_BYTES:
+            return count
+    return min(layers, max(1, -(-CELL_MIN_BYTES // layer_bytes)))
+
+
+def _shift(span: ByteRange, by: int) -> ByteRange:
+    return ByteRange(span.start + by, span.stop + by)
+
+
+def _trailer_sum(trailer: bytes | bytearray, at: int, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(bytes(trailer[:at]) + bytes(trailer[at + _SUM_BYTES :]), seed)
+
+
+def _sums(views: Sequence[memoryview], ranges: Iterator[tuple[int, ByteRange]], seed: int) -> Iterator[int]:
+    """The sum of each range of the concatenation of ``views``; ranges ascend."""
+    index, base = 0, 0
+    for cell, span in ranges:
+        cell_seed = (seed + cell) & _MASK64
+        while index < len(views) and base + len(views[index]) <= span.start:
+            base += len(views[index])
+            index += 1
+        view = views[index]
+        if span.stop <= base + len(view):
+            yield xxhash.xxh3_64_intdigest(view[span.start - base : span.stop - base], cell_seed)
+            continue
+        hasher = xxhash.xxh3_64(seed=cell_seed)
+        at, offset, scan = span.start, base, index
+        while at < span.stop:
+            view = views[scan]
+            take = min(span.stop, offset + len(view))
+            if take > at:
+                hasher.update(view[at - offset : take - offset])
+                at = take
+            offset += len(view)
+            scan += 1
+        yield hasher.intdigest()
