@@ -33,6 +33,13 @@ DEVICE_WORKERS_MAX: Final = 64
 ABANDONED_MAX: Final = 16
 """Worker threads that may be stuck in hung I/O before calls fail at once."""
 
+WORKER_GRAB_ITEMS: Final = 4
+"""Items a worker takes from a batch at once: taking costs a lock, and more would leave the last
+workers of a batch idle."""
+
+CLOSE_JOIN_S: Final = 2.0
+"""Time that closing gives workers in possibly hung I/O; their memory and files outlive it."""
+
 SUBMIT_THREADS: Final = 4
 """Threads that drive submitted tickets; each drives one batch at a time."""
 
@@ -75,3 +82,73 @@ MEMORY_QUOTA_BYTES: Final = GIB
 MEMORY_META_BYTES: Final = 64 * MIB
 """Bound of what an in-memory place keeps outside its quota: 4,096 KiB-sized manifests and 15,000
 markers, far beyond what one process meets."""
+
+CANONICAL_DEPTH_MAX: Final = 16
+"""Nesting of a value that enters an identity. Model configurations use four levels; a value that
+contains itself would never end."""
+
+NAMESPACE_BYTES_MAX: Final = 64 * KIB
+"""Largest encoding of one namespace; a quarter of what is read back as a manifest. Real ones have
+2 to 8 KiB."""
+
+WEIGHT_FILES_MAX: Final = 10_000
+"""Files of one model directory. The largest released models have a few hundred; more means that a
+wrong directory was named."""
+
+WEIGHT_HEADER_BYTES_MAX: Final = 100 * MIB
+"""Longest safetensors header that is read, the bound of the format's own library."""
+
+WEIGHT_SAMPLES_MAX: Final = 8192
+"""Samples of one weight file: at 0.1 to 1 ms each, seconds for the largest shard."""
+
+WEIGHT_CACHE_ENTRIES_MAX: Final = 256
+"""Remembered digests of local weights; the oldest goes first."""
+
+QUOTA_SHARE: Final = 0.5
+"""Default quota of a file store, as a share of what is free plus what the store already holds: stable
+over restarts, the same in every process, and it leaves the other half to the machine."""
+
+QUOTA_FALLBACK_BYTES: Final = 10 * GIB
+"""Default quota where the file system cannot tell its free space."""
+
+FREE_FLOOR_SHARE: Final = 0.05
+"""Default floor of free space, as a share of the file system: what ext4 keeps back for root, below
+which allocation slows down and neighbours start to fail."""
+
+FREE_FLOOR_MAX_BYTES: Final = 10 * GIB
+"""The default floor is at most this: 5 % of a 20 TB disk would be kept idle for nothing."""
+
+EVICTION_LOW_WATERMARK: Final = 0.95
+"""Eviction goes on down to this share of the quota, so that one walk serves many writes."""
+
+EVICTION_VICTIMS_MAX: Final = 32_768
+"""Oldest objects remembered from one walk: at most about 20 MB of memory while walking, and with
+1 MiB objects enough for 32 GiB of writes."""
+
+EVICTION_ROUNDS: Final = 3
+"""Evictions one reservation may run before it takes what fits: others may have taken the room."""
+
+EVICTION_RETRY_S: Final = 5.0
+"""After an eviction that could not make room, the next one waits this long; writes are refused at
+once meanwhile instead of walking the store for every batch."""
+
+EVICTION_BATCH: Final = 32
+"""Objects removed between two updates of the shared counter: the room appears early for the others,
+and a killed evictor leaves at most this many objects counted that are gone."""
+
+ACCOUNT_LOCK_WAIT_S: Final = 1.0
+"""Wait for the shared counter where the caller gave no deadline. It is held for microseconds; only a
+stopped process holds it longer, and then the update is carried over to the next one."""
+
+TEMPORARY_GRACE_S: Final = 3600.0
+"""Age at which an unpublished file counts as left behind where locks cannot tell: far above any
+deadline of a write."""
+
+MAINTENANCE_INTERVAL_S: Final = 300.0
+"""Default time between two sweeps of one root, by whichever process comes first."""
+
+MAINTENANCE_SWEEP_S: Final = 600.0
+"""Deadline of one background sweep: 10 million objects at 20,000 a second."""
+
+MAINTENANCE_PAUSE_S: Final = 0.001
+"""Pause of a background sweep after each of the 256 directories, for the engine's threads."""
