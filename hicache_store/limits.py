@@ -152,3 +152,16 @@ MAINTENANCE_SWEEP_S: Final = 600.0
 
 MAINTENANCE_PAUSE_S: Final = 0.001
 """Pause of a background sweep after each of the 256 directories, for the engine's threads."""
+
+DIRECT_RUNS_MAX: Final = 128
+"""Runs of an object that are read straight into place; a scatter list of more costs more to build
+than one strided copy."""
+
+DIRECT_RUN_MIN_BYTES: Final = 16 * KIB
+"""Shortest run worth a place in a scatter list: below it the copy out of warm staging is cheaper."""
+
+PLAN_CACHE_MAX: Final = 4096
+"""Plans, covers and hints kept per pool; past it the oldest are forgotten."""
+
+HINTS_MAX: Final = 65_536
+"""Pages whose last seen objects are remembered between a look-up and the restore that follows."""
