@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from hicache_store.limits import IO_PIECE_BYTES
 
 IOV_MAX: Final = int(os.sysconf("SC_IOV_MAX"))
@@ -117,6 +119,16 @@ class PosixIO:
         return ctypes.c_long.from_buffer(buffer).value
 
 
+def as_bytes(view: memoryview) -> memoryview:
+    """``view``, of any format and shape but not empty, as plain bytes; it must be contiguous.
+
+    Raises ``ValueError`` when it is not: a copy would take what belongs in place.
+    """
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    return np.frombuffer(view, np.uint8).data
+
+
 class _VectorCall(Protocol):
     def __call__(self, fd: int, views: Sequence[memoryview], offset: int, /) -> int: ...
 
@@ -126,8 +138,10 @@ def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     vector: list[memoryview] = []
     room = IO_PIECE_BYTES
     for view in views:
-        flat = view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
-        size = flat.nbytes
+        size = view.nbytes
+        if size == 0:
+            continue
+        flat = as_bytes(view)
         start = 0
         while start < size:
             take = min(room, size - start)

@@ -17,18 +17,19 @@ from typing import Final
 
 import xxhash
 
+from hicache_store.connectors.base import META_PREFIX
 from hicache_store.errors import NameFormatError
 
 OBJECTS_DIR: Final = "objects"
 META_DIR: Final = "meta"
-META_KEY_PREFIX: Final = "meta/"
 TEMPORARY_PREFIX: Final = "~"
 FILE_NAME_MAX_BYTES: Final = 255
 """NAME_MAX of every file system in use."""
 
 _SEPARATOR = "+"
 _HEX = "0123456789abcdef"
-_KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _temporary_counter = itertools.count()
 _temporary_lock = threading.Lock()
 
@@ -39,9 +40,10 @@ def file_name(key: str) -> str:
         raise NameFormatError(
             f"key {key[:40]!r}... is {len(key)} bytes long; a file name holds {FILE_NAME_MAX_BYTES}"
         )
-    if _KEY.fullmatch(key) is None or (key[0] == "." and key in (".", "..")):
+    if _KEY.fullmatch(key) is None:
         raise NameFormatError(
-            f"{key!r} is not a key; use parts of letters, digits, '.', '_' and '-' joined by single '/'"
+            f"{key!r} is not a key; use parts of letters, digits, '.', '_' and '-' joined by '/', "
+            "none of them empty, '.' or '..'"
         )
     return key.replace("/", _SEPARATOR)
 
@@ -49,14 +51,12 @@ def file_name(key: str) -> str:
 def key_of(name: str) -> str | None:
     """The key whose file is called ``name``; ``None`` for a name that is not ours."""
     key = name.replace(_SEPARATOR, "/")
-    if "/" in name or _KEY.fullmatch(key) is None or key in (".", ".."):
-        return None
-    return key
+    return key if _KEY.fullmatch(key) is not None and "/" not in name else None
 
 
 def directory_of(key: str) -> tuple[str, ...]:
     """The directories, from the root down, in which the file of ``key`` lies."""
-    if key.startswith(META_KEY_PREFIX):
+    if key.startswith(META_PREFIX):
         return (META_DIR,)
     digest = xxhash.xxh3_64_hexdigest(key.encode())
     return OBJECTS_DIR, digest[0], digest[1]
