@@ -40,6 +40,14 @@ workers of a batch idle."""
 CLOSE_JOIN_S: Final = 2.0
 """Time that closing gives workers in possibly hung I/O; their memory and files outlive it."""
 
+LOOKUP_SLICE_ITEMS: Final = 64
+"""Keys of one look-up task on storage that may hang: hanging loses one slice, and 64 round trips of
+0.5 ms are short beside any deadline."""
+
+SCRATCH_KEEP_BYTES: Final = 16 * MIB
+"""Most private memory a worker keeps between items: one object of the largest usual size. Larger
+ones are allocated for one item."""
+
 SUBMIT_THREADS: Final = 4
 """Threads that drive submitted tickets; each drives one batch at a time."""
 
@@ -57,6 +65,9 @@ MARKER_BYTES: Final = 4096
 
 MARKER_REFRESH_S: Final = 5.0
 """A reader re-reads the markers after an unexplained miss at most this often."""
+
+MARKER_REFRESH_MAX_S: Final = 60.0
+"""The longest such interval: it doubles while nothing new is found."""
 
 MARKER_RECHECK_S: Final = 30.0
 """A writer checks that its own marker is still there at most this often."""
@@ -165,3 +176,9 @@ PLAN_CACHE_MAX: Final = 4096
 
 HINTS_MAX: Final = 65_536
 """Pages whose last seen objects are remembered between a look-up and the restore that follows."""
+
+MAINTENANCE_FIRST_S: Final = 10.0
+"""Delay of the first background sweep, so that it does not meet the start of the engine."""
+
+EVICTION_WAIT_S: Final = 0.005
+"""Time between two looks at whether another process's eviction has made room."""
