@@ -71,7 +71,7 @@ def own_grid(pool: Pool, spec: ParallelSpec, box: Box, payload_cap: int = OBJECT
                 halved.append(a + (b - a) // 2)
             halved.append(b)
         cuts = halved
-    return Grid(pool.name, head_cuts, tuple(cuts))
+    return Grid(pool.key_name, head_cuts, tuple(cuts))
 
 
 def fixed_grid(pool: Pool, *, heads_per_object: int, layers_per_object: int, stage: Span) -> Grid:
@@ -84,4 +84,4 @@ def fixed_grid(pool: Pool, *, heads_per_object: int, layers_per_object: int, sta
     heads = [*range(0, pool.num_heads, heads_per_object), pool.num_heads]
     first = -(-(stage.start + 1) // layers_per_object) * layers_per_object
     layers = [stage.start, *range(first, stage.stop, layers_per_object), stage.stop]
-    return Grid(pool.name, tuple(heads), tuple(layers))
+    return Grid(pool.key_name, tuple(heads), tuple(layers))

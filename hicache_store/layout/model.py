@@ -13,6 +13,8 @@ from itertools import pairwise
 from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.box import Box, Span
 from hicache_store.layout.dtypes import DType
+from hicache_store.layout.hashing import ChainKind
+from hicache_store.layout.namespace import KVFacts
 
 _POOL_NAME = re.compile(r"[a-z][a-z0-9]{0,15}(?:_[a-z0-9]{1,6})?")
 MAIN_POOL = "kv"
@@ -185,6 +187,18 @@ class ModelKV:
         """MLA: one head whose row is the latent, then the rope part."""
         part = KVPart("latent", latent_dim + rope_dim)
         return cls(num_layers, 1, (part,), DType.of(dtype), Attention.MLA)
+
+    def facts(self, page_size: int, chain: ChainKind = ChainKind.PLAIN) -> KVFacts:
+        """What a namespace records of this model's KV."""
+        return KVFacts(
+            num_kv_heads=self.num_kv_heads,
+            parts=tuple((part.name, part.width) for part in self.parts),
+            dtype=self.dtype.name,
+            attention=self.attention.value,
+            page_size=page_size,
+            num_layers=self.num_layers,
+            chain=chain,
+        )
 
     def pool(self, page_size: int, *, name: str = "kv", draft_layers: int = 0) -> Pool:
         """The main pool; packed draft layers follow the target's on the layer axis."""

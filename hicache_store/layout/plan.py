@@ -64,6 +64,7 @@ class Run(NamedTuple):
     buffer: int
     pool_offset: int
     slot_stride: int
+    token_stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,4 +270,5 @@ def _region_runs(region: Region) -> Iterator[Run]:
             region.buffer,
             region.pool_offset + pool_shift,
             region.slot_stride,
+            region.token_stride,
         )

@@ -1,0 +1,93 @@
+"""What every operation of one store shares: where it reads and writes and what it remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hicache_store.clock import Clock, Deadline
+from hicache_store.connectors.base import Connector, Outcome, Status, Touch
+from hicache_store.layout.names import page_prefix
+from hicache_store.limits import BAD_KEYS_MAX, TOUCH_INTERVAL_S
+from hicache_store.metrics import Metrics
+from hicache_store.store.binding import Binding
+from hicache_store.store.bounded import BoundedDict
+from hicache_store.store.grids import GridDirectory
+from hicache_store.store.reports import EndReason, end_reason
+from hicache_store.store.staging import StagingPool
+
+
+@dataclass(frozen=True, slots=True)
+class BadObject:
+    """An object whose bytes were refused: what they were, and the version that held them."""
+
+    reason: EndReason
+    version: str | None
+
+
+class ChainPage(NamedTuple):
+    """A page at its depth in a chain, and the candidates that hold it."""
+
+    depth: int
+    page_hash: str
+    mask: int
+
+
+@dataclass(slots=True)
+class StoreContext:
+    """The parts of an attached store."""
+
+    connector: Connector
+    namespace: str
+    directory: GridDirectory
+    staging: StagingPool
+    metrics: Metrics
+    clock: Clock
+    verify: bool
+    bad: BoundedDict[str, BadObject] = field(default_factory=lambda: BoundedDict(BAD_KEYS_MAX))
+    """Keys whose object counts as absent although it is there."""
+
+    def learn_grids(self, binding: Binding) -> bool:
+        """Hand the directory's grids to a binding; whether it can now look at more objects."""
+        return binding.table.add_grids(self.directory.grids)
+
+    def set_aside(self, failed: Sequence[tuple[str, Outcome]], deadline: Deadline) -> None:
+        """Remove objects whose bytes were refused, if they are still those; remember the others.
+
+        An object of a later format version is never removed, only remembered. One of the wrong
+        length needs neither: its length alone keeps it from being taken for present.
+        """
+        doomed: list[tuple[str, Outcome]] = []
+        for key, outcome in failed:
+            if outcome.status is Status.ABSENT:
+                continue
+            reason = end_reason(outcome)
+            self.metrics.add(f"object.{reason.value}")
+            if outcome.status is Status.REJECTED:
+                self.bad.set(key, BadObject(reason, outcome.version))
+                if reason is not EndReason.UNKNOWN_VERSION:
+                    doomed.append((key, outcome))
+        if not doomed or self.connector.capabilities.is_read_only:
+            return
+        keys = [key for key, _ in doomed]
+        versions = [outcome.version for _, outcome in doomed]
+        for key, removed in zip(keys, self.connector.delete(keys, deadline, versions), strict=True):
+            if removed.is_ok or removed.status in (Status.ABSENT, Status.CONFLICT):
+                self.bad.discard(key)
+
+    def touch(self, binding: Binding, chain: Sequence[ChainPage], deadline: Deadline) -> None:
+        """Mark pages of a chain as used, head first, leaving out what was touched within a minute."""
+        if self.connector.capabilities.is_read_only:
+            return
+        now = self.clock.monotonic()
+        touches: list[Touch] = []
+        for page in chain:
+            last = binding.touched.get(page.page_hash)
+            if last is not None and now - last < TOUCH_INTERVAL_S:
+                continue
+            binding.touched.set(page.page_hash, now)
+            prefix = page_prefix(self.namespace, page.page_hash)
+            touches.extend(Touch(prefix + c.leaf, page.depth) for c in binding.table.of_mask(page.mask))
+        if touches:
+            self.connector.touch(touches, deadline)

@@ -1,0 +1,159 @@
+"""The grids in use, told by markers beside the manifest.
+
+A marker takes one of 64 slots: first the grid's digest mod 64, then linear probing, put-if-absent,
+and read back, since not every storage can refuse to overwrite. A marker without objects is
+harmless; objects without a marker are found by ranks of the same cut only, so a writer announces
+before its first object and again whenever its marker is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache_store.clock import Clock, Deadline
+from hicache_store.connectors.base import BufferSource, BufferTarget, Connector, Read, Status, Write
+from hicache_store.layout.grid import Grid
+from hicache_store.layout.names import marker_key
+from hicache_store.layout.records import decode_grid, encode_grid, first_slot, frame, unframe
+from hicache_store.limits import (
+    MARKER_BYTES,
+    MARKER_RECHECK_S,
+    MARKER_REFRESH_MAX_S,
+    MARKER_REFRESH_S,
+    MARKER_SLOTS,
+)
+from hicache_store.metrics import Metrics
+
+
+class Announcement(enum.Enum):
+    """Whether a grid's marker is in place."""
+
+    CONFIRMED = "confirmed"
+    FULL = "full"
+    """Every slot holds another grid; only announced grids may be written."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One marker slot: its grid, or free, or damaged and replaceable at a version, or not to be told."""
+
+    grid: Grid | None = None
+    is_free: bool = False
+    bad_version: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a marker may be put here."""
+        return self.is_free or self.bad_version is not None
+
+
+class GridDirectory:
+    """Reads, remembers and announces the grids of one namespace."""
+
+    def __init__(self, connector: Connector, namespace: str, clock: Clock, metrics: Metrics) -> None:
+        self._connector = connector
+        self._namespace = namespace
+        self._clock = clock
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._grids: tuple[Grid, ...] = ()
+        self._next_refresh = 0.0
+        self._refresh_interval_s = MARKER_REFRESH_S
+        self._confirmed: dict[Grid, float] = {}
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """Every grid seen so far."""
+        return self._grids
+
+    def refresh(self, deadline: Deadline) -> bool:
+        """Read the markers again unless that was done just now; whether a new grid showed up.
+
+        Misses are the normal end of a prefix, so the interval doubles while nothing new is found.
+        """
+        with self._lock:
+            now = self._clock.monotonic()
+            if now < self._next_refresh:
+                return False
+            self._next_refresh = now + self._refresh_interval_s
+            self._refresh_interval_s = min(2 * self._refresh_interval_s, MARKER_REFRESH_MAX_S)
+        before = len(self._grids)
+        self.read_slots(deadline)
+        is_new = len(self._grids) > before
+        if is_new:
+            self._refresh_interval_s = MARKER_REFRESH_S
+        return is_new
+
+    def read_slots(self, deadline: Deadline) -> list[Slot]:
+        """All slots, in one batch."""
+        keys = [marker_key(self._namespace, slot) for slot in range(MARKER_SLOTS)]
+        memory = [bytearray(MARKER_BYTES) for _ in keys]
+        reads = [
+            Read(key, MARKER_BYTES, BufferTarget.whole(raw)) for key, raw in zip(keys, memory, strict=True)
+        ]
+        slots: list[Slot] = []
+        for key, raw, outcome in zip(keys, memory, self._connector.read_into(reads, deadline), strict=True):
+            if outcome.status is Status.ABSENT:
+                slots.append(Slot(is_free=True))
+                continue
+            body = unframe(key, bytes(raw)) if outcome.is_ok else None
+            grid = None if body is None else decode_grid(body)
+            if grid is not None:
+                slots.append(Slot(grid))
+                continue
+            is_damaged = outcome.is_ok or outcome.status is Status.WRONG_SIZE
+            if is_damaged:
+                self._metrics.add("markers.damaged")
+            slots.append(Slot(bad_version=outcome.version if is_damaged else None))
+        self._remember([slot.grid for slot in slots if slot.grid is not None])
+        return slots
+
+    def ensure(self, grid: Grid, deadline: Deadline) -> Announcement:
+        """Make sure the marker of ``grid`` is there; looked at again now and then."""
+        now = self._clock.monotonic()
+        with self._lock:
+            confirmed = self._confirmed.get(grid)
+        if confirmed is not None and now - confirmed < MARKER_RECHECK_S:
+            return Announcement.CONFIRMED
+        slots = self.read_slots(deadline)
+        if not any(slot.grid == grid for slot in slots):
+            announcement = self._announce(grid, slots, deadline)
+            if announcement is not Announcement.CONFIRMED:
+                return announcement
+        self._remember([grid])
+        with self._lock:
+            self._confirmed[grid] = now
+        return Announcement.CONFIRMED
+
+    def _announce(self, grid: Grid, slots: Sequence[Slot], deadline: Deadline) -> Announcement:
+        body = encode_grid(grid)
+        start = first_slot(grid)
+        for step in range(MARKER_SLOTS):
+            index = (start + step) % MARKER_SLOTS
+            slot = slots[index]
+            if not slot.is_usable:
+                continue
+            key = marker_key(self._namespace, index)
+            record = frame(key, body)
+            write = Write(key, len(record), BufferSource.of(record), replace=slot.bad_version)
+            (outcome,) = self._connector.write_from([write], deadline)
+            if outcome.status in (Status.TIMED_OUT, Status.FAILED, Status.REFUSED):
+                self._metrics.add("markers.write_failed")
+                return Announcement.FAILED
+            # Another grid may have won this slot: only what is there now counts.
+            raw = bytearray(MARKER_BYTES)
+            self._connector.read_into([Read(key, MARKER_BYTES, BufferTarget.whole(raw))], deadline)
+            if unframe(key, bytes(raw)) == body:
+                self._metrics.add("markers.announced")
+                return Announcement.CONFIRMED
+        self._metrics.add("markers.no_slot")
+        return Announcement.FULL
+
+    def _remember(self, grids: Sequence[Grid]) -> None:
+        with self._lock:
+            new = [grid for grid in dict.fromkeys(grids) if grid not in self._grids]
+            self._grids = (*self._grids, *new)

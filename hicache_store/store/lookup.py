@@ -1,0 +1,126 @@
+"""Which objects of which pages are there: batched questions, answered as bit masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hicache_store.clock import Deadline
+from hicache_store.layout.box import Box
+from hicache_store.layout.names import page_prefix
+from hicache_store.store.binding import Binding
+from hicache_store.store.context import StoreContext
+from hicache_store.store.reports import EndReason, LookupReport, PrefixEnd
+
+
+def ask(
+    context: StoreContext,
+    binding: Binding,
+    pages: Sequence[tuple[str, int]],
+    deadline: Deadline,
+) -> list[int]:
+    """For each (page hash, mask of candidates to ask for) the mask of those that are present.
+
+    Present means of the right length and not known to be bad. One batched call for all of them.
+    """
+    keys: list[str] = []
+    expected: list[int] = []
+    owners: list[tuple[int, int]] = []
+    chosen_of: dict[int, list[tuple[str, int, int]]] = {}
+    for position, (page_hash, mask) in enumerate(pages):
+        chosen = chosen_of.get(mask)
+        if chosen is None:
+            chosen = [(c.leaf, c.object_bytes, 1 << c.index) for c in binding.table.of_mask(mask)]
+            chosen_of[mask] = chosen
+        prefix = page_prefix(context.namespace, page_hash)
+        for leaf, length, bit in chosen:
+            keys.append(prefix + leaf)
+            expected.append(length)
+            owners.append((position, bit))
+    masks = [0] * len(pages)
+    if not keys:
+        return masks
+    has_bad = len(context.bad) > 0
+    found = context.connector.sizes(keys, deadline)
+    for key, size, wanted, (position, bit) in zip(keys, found, expected, owners, strict=True):
+        if size == wanted and not (has_bad and context.bad.get(key) is not None):
+            masks[position] |= bit
+    return masks
+
+
+def presence(
+    context: StoreContext,
+    binding: Binding,
+    hashes: Sequence[str],
+    deadline: Deadline,
+    *,
+    stop_at_gap: bool,
+) -> list[int]:
+    """Masks of what is stored of each page, grid after grid until a page is covered.
+
+    With ``stop_at_gap`` pages behind the first uncovered one may be left unasked.
+    """
+    table, wanted = binding.table, (binding.box,)
+    order = table.probe_order()
+    masks = ask(context, binding, [(h, order[0]) for h in hashes], deadline)
+    asked = [order[0]] * len(hashes)
+    remaining = order[1:]
+    while remaining:
+        todo = [i for i, mask in enumerate(masks) if not table.cover(wanted, mask).is_complete]
+        todo = [i for i in todo if asked[i] & remaining[0] != remaining[0]]
+        if not todo or deadline.is_past:
+            break
+        if stop_at_gap and not _first_completes(context, binding, hashes, masks, asked, todo[0], deadline):
+            break
+        batch = [(hashes[i], remaining[0]) for i in todo if asked[i] & remaining[0] != remaining[0]]
+        places = [i for i in todo if asked[i] & remaining[0] != remaining[0]]
+        for i, more in zip(places, ask(context, binding, batch, deadline), strict=True):
+            masks[i] |= more
+            asked[i] |= remaining[0]
+        remaining = remaining[1:]
+    return masks
+
+
+def _first_completes(
+    context: StoreContext,
+    binding: Binding,
+    hashes: Sequence[str],
+    masks: list[int],
+    asked: list[int],
+    page: int,
+    deadline: Deadline,
+) -> bool:
+    """Ask everything about the first uncovered page: if it stays uncovered the prefix ends there, and
+    nothing behind it is worth a question."""
+    everything = (1 << len(binding.table.candidates)) - 1
+    (more,) = ask(context, binding, [(hashes[page], everything & ~asked[page])], deadline)
+    masks[page] |= more
+    asked[page] = everything
+    return binding.table.cover((binding.box,), masks[page]).is_complete
+
+
+def contains(
+    context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline
+) -> LookupReport:
+    """How many leading pages are stored for this rank's box, under whatever grids."""
+    wanted: tuple[Box, ...] = (binding.box,)
+    context.learn_grids(binding)
+    masks = presence(context, binding, hashes, deadline, stop_at_gap=True)
+    pages = _leading(binding, wanted, masks)
+    if pages < len(hashes) and context.directory.refresh(deadline) and context.learn_grids(binding):
+        rest = presence(context, binding, hashes[pages:], deadline, stop_at_gap=True)
+        masks = [*masks[:pages], *rest]
+        pages = _leading(binding, wanted, masks)
+    for page_hash, mask in zip(hashes[:pages], masks, strict=False):
+        binding.hints.set(page_hash, mask)
+    context.metrics.add_many({"contains.pages": len(hashes), "contains.hits": pages})
+    if pages == len(hashes):
+        return LookupReport(pages, None)
+    reason = EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT
+    return LookupReport(pages, PrefixEnd(pages, reason))
+
+
+def _leading(binding: Binding, wanted: tuple[Box, ...], masks: Sequence[int]) -> int:
+    for page, mask in enumerate(masks):
+        if not binding.table.cover(wanted, mask).is_complete:
+            return page
+    return len(masks)

@@ -1,0 +1,178 @@
+"""Restoring a prefix: read optimistically, fall back to other objects, end at the first bad page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache_store.clock import Deadline
+from hicache_store.connectors.base import Outcome, Read, Status
+from hicache_store.layout.box import Box
+from hicache_store.layout.names import page_prefix
+from hicache_store.layout.plan import Placement
+from hicache_store.limits import RESTORE_ROUNDS
+from hicache_store.store.binding import Binding
+from hicache_store.store.candidates import Candidate
+from hicache_store.store.context import ChainPage, StoreContext
+from hicache_store.store.lookup import ask
+from hicache_store.store.reports import EndReason, PrefixEnd, RestoreReport, end_reason
+from hicache_store.store.transfer import PiecePlan, PieceTarget, TransferContext
+
+
+@dataclass(slots=True)
+class _Page:
+    """One page on its way: which boxes are still to be filled, and what went wrong so far."""
+
+    index: int
+    page_hash: str
+    placement: Placement
+    remaining: tuple[Box, ...]
+    mask: int
+    used: int = 0
+    excluded: int = 0
+    end: PrefixEnd | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return not self.remaining
+
+
+@dataclass(slots=True)
+class _Tally:
+    objects: int = 0
+    read_bytes: int = 0
+    requests: int = 0
+
+
+def restore(
+    context: StoreContext,
+    binding: Binding,
+    hashes: Sequence[str],
+    placements: Sequence[Placement],
+    deadline: Deadline,
+    prefix: Sequence[str] = (),
+) -> RestoreReport:
+    """Read, verify and place the leading pages that are stored; see :class:`RestoreReport`."""
+    context.learn_grids(binding)
+    table = binding.table
+    count = min(len(hashes), len(placements))
+    pages = [
+        _Page(i, h, p, (binding.box,), binding.hints.get(h) or table.preferred_mask)
+        for i, (h, p) in enumerate(zip(hashes[:count], placements[:count], strict=True))
+    ]
+    transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
+    tally = _Tally()
+    limit = count
+    for attempt in range(RESTORE_ROUNDS):
+        pending = [page for page in pages[:limit] if not page.is_done]
+        if not pending:
+            break
+        if attempt > 0:
+            _look_again(context, binding, pending, deadline)
+            limit = _first_hopeless(binding, pages, limit)
+            pending = [page for page in pages[:limit] if not page.is_done]
+        _read_round(context, binding, transfer, pending, tally)
+        if deadline.is_past:
+            break
+    usable = next((page.index for page in pages if not page.is_done), count)
+    _remember(context, binding, pages[:usable], prefix, deadline)
+    end = None if usable == count else _end_of(pages[usable], deadline)
+    if end is None and count < len(hashes):
+        end = PrefixEnd(count, EndReason.NO_SLOT)
+    if end is not None:
+        context.metrics.add(f"miss.{end.reason.value}")
+    context.metrics.add_many(
+        {
+            "restore.pages": len(hashes),
+            "restore.hits": usable,
+            "restore.bytes": tally.read_bytes,
+            "restore.requests": tally.requests,
+        }
+    )
+    return RestoreReport(usable, end, tally.objects, tally.read_bytes, tally.requests)
+
+
+def _read_round(
+    context: StoreContext,
+    binding: Binding,
+    transfer: TransferContext,
+    pending: Sequence[_Page],
+    tally: _Tally,
+) -> None:
+    """Read every piece the pages' masks promise, all in one batch."""
+    jobs: list[tuple[_Page, Candidate, PiecePlan]] = []
+    reads: list[Read] = []
+    for page in pending:
+        prefix = page_prefix(context.namespace, page.page_hash)
+        for candidate, plan in binding.table.cover(page.remaining, page.mask).pieces:
+            key = prefix + candidate.leaf
+            jobs.append((page, candidate, plan))
+            target = PieceTarget(transfer, plan, key, page.placement)
+            reads.append(Read(key, plan.object_bytes, target))
+    if not reads:
+        return
+    outcomes = context.connector.read_into(reads, transfer.deadline)
+    failed: list[tuple[str, Outcome]] = []
+    filled: dict[int, list[Box]] = {}
+    for (page, candidate, plan), read, outcome in zip(jobs, reads, outcomes, strict=True):
+        if outcome.status is Status.OK:
+            filled.setdefault(page.index, []).append(plan.read.piece)
+            page.used |= 1 << candidate.index
+            tally.objects += 1
+            tally.read_bytes += plan.read.fetched_bytes
+            tally.requests += len(plan.read.fetches)
+            continue
+        page.excluded |= 1 << candidate.index
+        failed.append((read.key, outcome))
+        # The first fault that is more than an absence tells most about why a page ends.
+        if page.end is None or page.end.reason is EndReason.ABSENT:
+            page.end = PrefixEnd(page.index, end_reason(outcome), read.key, outcome.detail)
+    for page in pending:
+        for box in filled.get(page.index, ()):
+            page.remaining = tuple(rest for hole in page.remaining for rest in hole.minus(box))
+    context.set_aside(failed, transfer.deadline)
+
+
+def _look_again(
+    context: StoreContext, binding: Binding, pending: Sequence[_Page], deadline: Deadline
+) -> None:
+    """Ask which objects could fill what is still missing, under newly announced grids too."""
+    context.directory.refresh(deadline)
+    context.learn_grids(binding)
+    everything = (1 << len(binding.table.candidates)) - 1
+    questions = [(page.page_hash, everything & ~page.excluded) for page in pending]
+    for page, mask in zip(pending, ask(context, binding, questions, deadline), strict=True):
+        page.mask = mask
+
+
+def _first_hopeless(binding: Binding, pages: Sequence[_Page], limit: int) -> int:
+    for page in pages[:limit]:
+        if not page.is_done and not binding.table.cover(page.remaining, page.mask).is_complete:
+            return page.index
+    return limit
+
+
+def _end_of(page: _Page, deadline: Deadline) -> PrefixEnd:
+    if page.end is not None:
+        return page.end
+    return PrefixEnd(page.index, EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT)
+
+
+def _remember(
+    context: StoreContext,
+    binding: Binding,
+    usable: Sequence[_Page],
+    prefix: Sequence[str],
+    deadline: Deadline,
+) -> None:
+    """Note which objects served, for the next request, and touch the chain."""
+    if not usable:
+        return
+    binding.table.preferred_mask = usable[-1].used
+    for page in usable:
+        binding.hints.set(page.page_hash, page.used)
+    chain = [
+        *(ChainPage(i, h, binding.hints.get(h) or usable[-1].used) for i, h in enumerate(prefix)),
+        *(ChainPage(len(prefix) + page.index, page.page_hash, page.used) for page in usable),
+    ]
+    context.touch(binding, chain, deadline)
