@@ -25,15 +25,15 @@ _POINT_MIN: Final = -6
 """Magnitudes of 10**-6 and more are written without an exponent."""
 
 
-def canonical_json(value: object) -> bytes:
-    """The canonical encoding of ``value``.
+def canonical_json(value: object, where: str = "value") -> bytes:
+    """The canonical encoding of ``value``; ``where`` is what refusals call it.
 
     Accepts ``None``, booleans, integers, floats, strings, lists, tuples and string-keyed mappings,
     numpy scalars included. Raises :class:`IdentityError` naming the place of anything else: NaN and
     infinities, an integer that float64 cannot hold exactly (beyond 2**53 most cannot; give such a
     one as a string), lone surrogates, other types, deeper nesting than ``CANONICAL_DEPTH_MAX``.
     """
-    return _encode(value, "value", CANONICAL_DEPTH_MAX).encode()
+    return _encode(value, where, CANONICAL_DEPTH_MAX).encode()
 
 
 def _encode(value: object, where: str, depth: int) -> str:
