@@ -30,6 +30,10 @@ STAGING_BYTES: Final = 64 * MIB
 DEVICE_WORKERS_MAX: Final = 64
 """Upper bound of the worker threads one connector may be asked for."""
 
+LOCAL_THREADS_MAX: Final = 8
+"""Default bound of the file connector's threads, below the number of cores: warm reads run at memory
+speed with a few, and more only take cores from the engine."""
+
 ABANDONED_MAX: Final = 16
 """Worker threads that may be stuck in hung I/O before calls fail at once."""
 
