@@ -1,0 +1,1 @@
+"""Benchmarks: ratios against limits measured in the same run."""

@@ -1,0 +1,101 @@
+"""Layout translation on the CPU against memcpy of the same bytes, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.measure import Case, Row, take_turns
+from benchmarks.setting import PAGE, model
+from hicache_store import ParallelSpec, Rank, Span, engine_layout, shard
+from hicache_store.kernels.strided import pack, unpack
+from hicache_store.layout.layouts import ENGINE_AXES
+from hicache_store.layout.plan import plan_copy
+
+LAYERS = 30
+PAGES = 16
+
+
+def run(*, rounds: int) -> list[Row]:
+    """Pack and unpack 16 scattered pages of 30 layers, whole objects of 2 and of 8 heads."""
+    rows: list[Row] = []
+    for heads in (2, 8):
+        rows.extend(_whole_objects(heads, rounds))
+    rows.extend(_narrow(rounds))
+    return rows
+
+
+def _whole_objects(heads: int, rounds: int) -> list[Row]:
+    made = model(LAYERS, heads)
+    held = shard(made.pool, ParallelSpec(), Rank())
+    assert held is not None
+    size = made.pool.payload_bytes(held.box)
+    source = np.random.default_rng(0).integers(0, 256, PAGES * size, dtype=np.uint8)
+    copied = np.empty_like(source)
+
+    def memcpy() -> None:
+        for i in range(PAGES):
+            copied[i * size : (i + 1) * size] = source[i * size : (i + 1) * size]
+
+    cases = {"memcpy": Case(memcpy, PAGES * size)}
+    for name in ("canonical", "layer_first", "page_first", "page_first_direct", "page_head", "page_unified"):
+        assert name in ENGINE_AXES
+        group = 1 if name == "page_unified" else None
+        layout = engine_layout(name, made.pool, held.box, slots=PAGES, head_group=group)
+        plan = plan_copy(made.pool, layout, held.box, held.box, Span(0, PAGE))
+        buffers = [memoryview(np.ones(n, np.uint8)) for n in layout.buffer_bytes(made.pool.unit_bytes)]
+        order = np.random.default_rng(3).permutation(PAGES).tolist()
+        payloads = [memoryview(np.ones(size, np.uint8)) for _ in range(PAGES)]
+        cases[f"pack {name}"] = Case(_loop(pack, plan, order, buffers, payloads), PAGES * size)
+        cases[f"unpack {name}"] = Case(_loop(unpack, plan, order, buffers, payloads), PAGES * size)
+    best = take_turns(cases, rounds)
+    limit = best["memcpy"]
+    rows = [Row(f"memcpy, {heads} heads", limit)]
+    for name, timing in best.items():
+        if name != "memcpy":
+            target = "0.60" if name.startswith("pack") else "0.80"
+            rows.append(Row(f"{name}, {heads} heads", timing, limit.wall_s / timing.wall_s, "memcpy", target))
+    return rows
+
+
+def _narrow(rounds: int) -> list[Row]:
+    """One head of an object of 8, layer_first: rows of 256 B. Reported, without a target."""
+    made = model(LAYERS, 8)
+    held = shard(made.pool, ParallelSpec(tp_size=8), Rank(tp=3))
+    whole = shard(made.pool, ParallelSpec(), Rank())
+    assert held is not None
+    assert whole is not None
+    size = made.pool.payload_bytes(held.box)
+    layout = engine_layout("layer_first", made.pool, held.box, slots=PAGES)
+    plan = plan_copy(made.pool, layout, whole.box, held.box, Span(0, PAGE))
+    buffers = [memoryview(np.ones(n, np.uint8)) for n in layout.buffer_bytes(made.pool.unit_bytes)]
+    payloads = [memoryview(np.ones(made.pool.payload_bytes(whole.box), np.uint8)) for _ in range(PAGES)]
+    order = np.random.default_rng(4).permutation(PAGES).tolist()
+    source, copied = np.ones(PAGES * size, np.uint8), np.ones(PAGES * size, np.uint8)
+
+    def memcpy() -> None:
+        for i in range(PAGES):
+            copied[i * size : (i + 1) * size] = source[i * size : (i + 1) * size]
+
+    best = take_turns(
+        {
+            "memcpy": Case(memcpy, PAGES * size),
+            "unpack": Case(_loop(unpack, plan, order, buffers, payloads), PAGES * size),
+        },
+        rounds,
+    )
+    ratio = best["memcpy"].wall_s / best["unpack"].wall_s
+    return [Row("unpack layer_first, 1 head of 8", best["unpack"], ratio, "memcpy")]
+
+
+def _loop(copy, plan, order, buffers, payloads) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+    from hicache_store import Segment  # noqa: PLC0415
+
+    segments = [Segment(slot, 0, PAGE) for slot in order]
+
+    def work() -> None:
+        for segment, payload in zip(segments, payloads, strict=True):
+            copy(plan, segment, buffers, payload)
+
+    return work
