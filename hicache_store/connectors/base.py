@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from hicache_store.clock import Deadline
 
@@ -101,8 +101,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One object to read. ``size_bytes`` is the length the whole object must have."""
 
     key: str
@@ -110,8 +109,7 @@ class Read:
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """One object to write.
 
     ``depth`` is the index of the page in its chain: among objects last used in the same second,
@@ -126,8 +124,7 @@ class Write:
     replace: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     """One object to mark as used now, at its depth in the chain."""
 
     key: str

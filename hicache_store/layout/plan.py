@@ -93,13 +93,12 @@ class CopyPlan:
         return tuple(sorted(run for region in self.regions for run in _region_runs(region)))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Segment:
-    """Consecutive tokens of a page in one slot: ``count`` tokens from ``slot_token`` on."""
+class Segment(NamedTuple):
+    """Consecutive tokens of a page in one slot: ``tokens`` of them from ``slot_token`` on."""
 
     slot: int
     slot_token: int
-    count: int
+    tokens: int
 
 
 Placement = tuple[Segment, ...]
@@ -133,14 +132,14 @@ def placement_of_blocks(blocks: Sequence[int], page_index: int, page_size: int, 
 def check_placement(placement: Placement, layout: Layout, page_size: int) -> None:
     """Raise :class:`ConfigurationError` unless the placement is one page inside the layout."""
     total = 0
-    for slot, slot_token, count in ((s.slot, s.slot_token, s.count) for s in placement):
-        inside = 0 <= slot < layout.slots and slot_token >= 0 and count > 0
-        if not inside or slot_token + count > layout.slot_tokens:
+    for slot, slot_token, tokens in placement:
+        inside = 0 <= slot < layout.slots and slot_token >= 0 and tokens > 0
+        if not inside or slot_token + tokens > layout.slot_tokens:
             raise ConfigurationError(
-                f"tokens {slot_token}..{slot_token + count} of slot {slot} are outside "
+                f"tokens {slot_token}..{slot_token + tokens} of slot {slot} are outside "
                 f"{layout.slots} slots of {layout.slot_tokens} tokens"
             )
-        total += count
+        total += tokens
     if total != page_size:
         raise ConfigurationError(f"a placement of {total} tokens does not hold a page of {page_size}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import Outcome, Status, Write
@@ -138,7 +138,7 @@ def _write(context: StoreContext, chunks: Sequence[_Chunk], deadline: Deadline) 
         if replaced is not None:
             context.bad.discard(chunk.key)
         again.append(i)
-        writes.append(replace(chunk.write, replace=outcome.version if replaced is None else None))
+        writes.append(chunk.write._replace(replace=outcome.version if replaced is None else None))
     if writes:
         for i, outcome in zip(again, context.connector.write_from(writes, deadline), strict=True):
             outcomes[i] = outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -33,6 +34,20 @@ class BoundedDict(Generic[K, V]):
             self._entries[key] = value
             self._entries.move_to_end(key)
             if len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+
+    def get_many(self, keys: Iterable[K]) -> list[V | None]:
+        """The values of several keys, in order, under one lock."""
+        with self._lock:
+            return [self._entries.get(key) for key in keys]
+
+    def set_many(self, entries: Sequence[tuple[K, V]]) -> None:
+        """Remember several values under one lock."""
+        with self._lock:
+            for key, value in entries:
+                self._entries[key] = value
+                self._entries.move_to_end(key)
+            while len(self._entries) > self._capacity:
                 self._entries.popitem(last=False)
 
     def discard(self, key: K) -> None:

@@ -54,6 +54,8 @@ class CandidateTable:
         self.candidates: tuple[Candidate, ...] = ()
         self.groups: tuple[int, ...] = ()
         self._grids: set[Grid] = set()
+        self.whole: tuple[Box, ...] = (box,)
+        self._whole_covers: BoundedDict[int, CoverPlan] = BoundedDict(PLAN_CACHE_MAX)
         self._covers: BoundedDict[tuple[tuple[Box, ...], int], CoverPlan] = BoundedDict(PLAN_CACHE_MAX)
         self._chunks: BoundedDict[tuple[int, tuple[Candidate, ...]], tuple[bool, ...]] = BoundedDict(
             PLAN_CACHE_MAX
@@ -101,6 +103,10 @@ class CandidateTable:
         chosen.sort(key=lambda c: not preferred >> c.index & 1)
         return chosen
 
+    def leaves_of(self, mask: int) -> tuple[str, ...]:
+        """The last parts of the names of the candidates in ``mask``."""
+        return tuple(candidate.leaf for candidate in self.of_mask(mask))
+
     def probe_order(self) -> list[int]:
         """Masks to look up one after the other: what hit last, the own cut, the other grids."""
         masks: list[int] = []
@@ -113,8 +119,9 @@ class CandidateTable:
         return masks
 
     def cover(self, wanted: tuple[Box, ...], mask: int) -> CoverPlan:
-        """How the candidates in ``mask`` fill the wanted boxes."""
-        known = self._covers.get((wanted, mask))
+        """How the candidates in ``mask`` fill the wanted boxes; ``whole`` itself is looked up fastest."""
+        is_whole = wanted is self.whole
+        known = self._whole_covers.get(mask) if is_whole else self._covers.get((wanted, mask))
         if known is not None:
             return known
         chosen = self.of_mask(mask)
@@ -129,7 +136,10 @@ class CandidateTable:
                 pieces.append((candidate, self.piece_plan(candidate, piece.box)))
                 used |= 1 << candidate.index
         plan = CoverPlan(tuple(pieces), is_complete, used)
-        self._covers.set((wanted, mask), plan)
+        if is_whole:
+            self._whole_covers.set(mask, plan)
+        else:
+            self._covers.set((wanted, mask), plan)
         return plan
 
     def piece_plan(self, candidate: Candidate, piece: Box) -> PiecePlan:

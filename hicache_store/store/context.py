@@ -81,13 +81,17 @@ class StoreContext:
         if self.connector.capabilities.is_read_only:
             return
         now = self.clock.monotonic()
-        touches: list[Touch] = []
-        for page in chain:
-            last = binding.touched.get(page.page_hash)
-            if last is not None and now - last < TOUCH_INTERVAL_S:
-                continue
-            binding.touched.set(page.page_hash, now)
-            prefix = page_prefix(self.namespace, page.page_hash)
-            touches.extend(Touch(prefix + c.leaf, page.depth) for c in binding.table.of_mask(page.mask))
-        if touches:
-            self.connector.touch(touches, deadline)
+        last = binding.touched.get_many(page.page_hash for page in chain)
+        due = [
+            page for page, at in zip(chain, last, strict=True) if at is None or now - at >= TOUCH_INTERVAL_S
+        ]
+        if not due:
+            return
+        binding.touched.set_many([(page.page_hash, now) for page in due])
+        leaves = {mask: binding.table.leaves_of(mask) for mask in {page.mask for page in due}}
+        touches = [
+            Touch(page_prefix(self.namespace, page.page_hash) + leaf, page.depth)
+            for page in due
+            for leaf in leaves[page.mask]
+        ]
+        self.connector.touch(touches, deadline)

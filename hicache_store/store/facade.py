@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -222,7 +223,7 @@ class Store:
 
     def _check(self, binding: Binding, hashes: Sequence[str], placements: Sequence[Placement]) -> None:
         for page_hash in hashes:
-            if len(page_hash) != 64 or not set(page_hash) <= _HEX_DIGITS:
+            if _PAGE_HASH(page_hash) is None:
                 raise ConfigurationError(f"{page_hash!r} is not a page hash of 64 lower-case hex digits")
         for placement in placements:
             check_placement(placement, binding.layout, binding.pool.page_size)
@@ -242,4 +243,4 @@ class Store:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s, self._context.clock)
 
 
-_HEX_DIGITS = frozenset("0123456789abcdef")
+_PAGE_HASH = re.compile(r"[0-9a-f]{64}").fullmatch

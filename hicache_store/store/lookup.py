@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache_store.clock import Deadline
-from hicache_store.layout.box import Box
 from hicache_store.layout.names import page_prefix
 from hicache_store.store.binding import Binding
 from hicache_store.store.context import StoreContext
@@ -59,13 +58,14 @@ def presence(
 
     With ``stop_at_gap`` pages behind the first uncovered one may be left unasked.
     """
-    table, wanted = binding.table, (binding.box,)
+    table, wanted = binding.table, binding.table.whole
     order = table.probe_order()
     masks = ask(context, binding, [(h, order[0]) for h in hashes], deadline)
     asked = [order[0]] * len(hashes)
     remaining = order[1:]
     while remaining:
-        todo = [i for i, mask in enumerate(masks) if not table.cover(wanted, mask).is_complete]
+        complete = {mask: table.cover(wanted, mask).is_complete for mask in set(masks)}
+        todo = [i for i, mask in enumerate(masks) if not complete[mask]]
         todo = [i for i in todo if asked[i] & remaining[0] != remaining[0]]
         if not todo or deadline.is_past:
             break
@@ -95,23 +95,21 @@ def _first_completes(
     (more,) = ask(context, binding, [(hashes[page], everything & ~asked[page])], deadline)
     masks[page] |= more
     asked[page] = everything
-    return binding.table.cover((binding.box,), masks[page]).is_complete
+    return binding.table.cover(binding.table.whole, masks[page]).is_complete
 
 
 def contains(
     context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline
 ) -> LookupReport:
     """How many leading pages are stored for this rank's box, under whatever grids."""
-    wanted: tuple[Box, ...] = (binding.box,)
     context.learn_grids(binding)
     masks = presence(context, binding, hashes, deadline, stop_at_gap=True)
-    pages = _leading(binding, wanted, masks)
+    pages = _leading(binding, masks)
     if pages < len(hashes) and context.directory.refresh(deadline) and context.learn_grids(binding):
         rest = presence(context, binding, hashes[pages:], deadline, stop_at_gap=True)
         masks = [*masks[:pages], *rest]
-        pages = _leading(binding, wanted, masks)
-    for page_hash, mask in zip(hashes[:pages], masks, strict=False):
-        binding.hints.set(page_hash, mask)
+        pages = _leading(binding, masks)
+    binding.hints.set_many(list(zip(hashes[:pages], masks[:pages], strict=True)))
     context.metrics.add_many({"contains.pages": len(hashes), "contains.hits": pages})
     if pages == len(hashes):
         return LookupReport(pages, None)
@@ -119,8 +117,7 @@ def contains(
     return LookupReport(pages, PrefixEnd(pages, reason))
 
 
-def _leading(binding: Binding, wanted: tuple[Box, ...], masks: Sequence[int]) -> int:
-    for page, mask in enumerate(masks):
-        if not binding.table.cover(wanted, mask).is_complete:
-            return page
-    return len(masks)
+def _leading(binding: Binding, masks: Sequence[int]) -> int:
+    table = binding.table
+    complete = {mask: table.cover(table.whole, mask).is_complete for mask in set(masks)}
+    return next((page for page, mask in enumerate(masks) if not complete[mask]), len(masks))

@@ -30,6 +30,8 @@ class _Page:
     mask: int
     used: int = 0
     excluded: int = 0
+    is_failed: bool = False
+    """Whether the last round left something of the page unfilled."""
     end: PrefixEnd | None = None
 
     @property
@@ -56,9 +58,10 @@ def restore(
     context.learn_grids(binding)
     table = binding.table
     count = min(len(hashes), len(placements))
+    hints = binding.hints.get_many(hashes[:count])
     pages = [
-        _Page(i, h, p, (binding.box,), binding.hints.get(h) or table.preferred_mask)
-        for i, (h, p) in enumerate(zip(hashes[:count], placements[:count], strict=True))
+        _Page(i, hashes[i], placements[i], table.whole, hints[i] or table.preferred_mask)
+        for i in range(count)
     ]
     transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
     tally = _Tally()
@@ -104,31 +107,36 @@ def _read_round(
     reads: list[Read] = []
     for page in pending:
         prefix = page_prefix(context.namespace, page.page_hash)
-        for candidate, plan in binding.table.cover(page.remaining, page.mask).pieces:
+        plan = binding.table.cover(page.remaining, page.mask)
+        page.is_failed = not plan.is_complete
+        for candidate, piece in plan.pieces:
             key = prefix + candidate.leaf
-            jobs.append((page, candidate, plan))
-            target = PieceTarget(transfer, plan, key, page.placement)
-            reads.append(Read(key, plan.object_bytes, target))
+            jobs.append((page, candidate, piece))
+            reads.append(Read(key, piece.object_bytes, PieceTarget(transfer, piece, key, page.placement)))
     if not reads:
         return
     outcomes = context.connector.read_into(reads, transfer.deadline)
     failed: list[tuple[str, Outcome]] = []
-    filled: dict[int, list[Box]] = {}
-    for (page, candidate, plan), read, outcome in zip(jobs, reads, outcomes, strict=True):
+    filled: list[tuple[_Page, Box]] = []
+    for (page, candidate, piece), read, outcome in zip(jobs, reads, outcomes, strict=True):
         if outcome.status is Status.OK:
-            filled.setdefault(page.index, []).append(plan.read.piece)
+            filled.append((page, piece.read.piece))
             page.used |= 1 << candidate.index
             tally.objects += 1
-            tally.read_bytes += plan.read.fetched_bytes
-            tally.requests += len(plan.read.fetches)
+            tally.read_bytes += piece.fetched_bytes
+            tally.requests += piece.requests
             continue
+        page.is_failed = True
         page.excluded |= 1 << candidate.index
         failed.append((read.key, outcome))
         # The first fault that is more than an absence tells most about why a page ends.
         if page.end is None or page.end.reason is EndReason.ABSENT:
             page.end = PrefixEnd(page.index, end_reason(outcome), read.key, outcome.detail)
     for page in pending:
-        for box in filled.get(page.index, ()):
+        if not page.is_failed:
+            page.remaining = ()
+    for page, box in filled:
+        if page.is_failed:
             page.remaining = tuple(rest for hole in page.remaining for rest in hole.minus(box))
     context.set_aside(failed, transfer.deadline)
 
@@ -169,10 +177,10 @@ def _remember(
     if not usable:
         return
     binding.table.preferred_mask = usable[-1].used
-    for page in usable:
-        binding.hints.set(page.page_hash, page.used)
+    binding.hints.set_many([(page.page_hash, page.used) for page in usable])
+    before = binding.hints.get_many(prefix)
     chain = [
-        *(ChainPage(i, h, binding.hints.get(h) or usable[-1].used) for i, h in enumerate(prefix)),
+        *(ChainPage(i, h, before[i] or usable[-1].used) for i, h in enumerate(prefix)),
         *(ChainPage(len(prefix) + page.index, page.page_hash, page.used) for page in usable),
     ]
     context.touch(binding, chain, deadline)

@@ -34,6 +34,8 @@ class PiecePlan:
         self.read = read
         self.format: ObjectFormat = read.format
         self.object_bytes = read.format.object_bytes
+        self.fetched_bytes = read.fetched_bytes
+        self.requests = len(read.fetches)
         self._pool = pool
         self._layout = layout
         self._plans: BoundedDict[tuple[int, int], CopyPlan] = BoundedDict(PLAN_CACHE_MAX)
@@ -121,9 +123,9 @@ class PieceTarget:
         if not plan.is_direct(self._placement) and self._block is not None:
             start, base = 0, plan.read.fetches[0].start
             for segment in self._placement:
-                regions = plan.copy_plan(start, segment.count)
+                regions = plan.copy_plan(start, segment.tokens)
                 unpack(regions, segment, self._context.buffers, self._block.view, base)
-                start += segment.count
+                start += segment.tokens
         return None
 
     def release(self) -> None:
@@ -189,8 +191,8 @@ class ChunkSource:
         view = self._block.view
         payload, start = view[: shape.payload_bytes], 0
         for segment in self._placement:
-            pack(plan.copy_plan(start, segment.count), segment, context.buffers, payload)
-            start += segment.count
+            pack(plan.copy_plan(start, segment.tokens), segment, context.buffers, payload)
+            start += segment.tokens
         view[shape.payload_bytes :] = shape.seal(name, [payload])
         return [view]
 
