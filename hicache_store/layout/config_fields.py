@@ -116,7 +116,7 @@ _LENGTH_FREE_ROPE: Final = frozenset({"default", "linear", "llama3"})
 other kind (yarn, dynamic, longrope, ones yet unknown) the lengths are part of the identity."""
 
 _OUTER_FIELDS: Final = ("architectures", "quantization_config", "dtype", "max_model_len")
-"""Fields of a multimodal model that its outer configuration holds for the text model."""
+"""Fields of a multimodal model that its outer configuration may hold for the text model."""
 
 
 def config_fields(source: object) -> Mapping[str, object]:
@@ -167,18 +167,31 @@ def model_record(config: Mapping[str, object], kv_dtype: DType) -> dict[str, obj
 
 
 def _text_model(config: Mapping[str, object]) -> tuple[Mapping[str, object], object]:
-    """The fields of the text model, and the listed fields its outer configuration repeats."""
+    """The fields of the text model, and where its outer configuration says something else.
+
+    Engines differ on which level an override must be made at, so a field that the two levels
+    disagree on counts with both its values.
+    """
     nested = config.get("text_config")
     if nested is None or _take(config, "num_hidden_layers", None) is not None:
         return config, None
-    inherited = {name: value for name in _OUTER_FIELDS if (value := _take(config, name, None)) is not None}
-    repeated = {
-        name: value
-        for name in _LISTED
-        if name not in (*_OUTER_FIELDS, "model_type") and (value := config.get(name)) is not None
-    }
-    # Engines differ on which level wins, so a repeated field counts beside the text model's own.
-    return {**config_fields(nested), **inherited}, _without_nulls(repeated) or None
+    text = dict(config_fields(nested))
+    outer: dict[str, object] = {}
+    for name in _LISTED:
+        value, own = _take(config, name, None), _take(text, name, None)
+        if value is None or name == "model_type":
+            continue
+        if own is None and name in _OUTER_FIELDS:
+            text[name] = value
+        elif own is None or _comparable(name, own) != _comparable(name, value):
+            outer[name] = _comparable(name, value)
+    return text, outer or None
+
+
+def _comparable(name: str, value: object) -> object:
+    if name == "dtype":
+        return DType.of(str(value)).name
+    return _quantisation(value) if name == "quantization_config" else _without_nulls(value)
 
 
 def _take(config: Mapping[str, object], name: str, default: object) -> object:

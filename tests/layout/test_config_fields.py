@@ -57,6 +57,7 @@ def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         (LLAMA, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}),
         (LLAMA, {"rope_scaling": None, "partial_rotary_factor": 1.0}),
         (LLAMA, {"rope_scaling": {"rope_type": "default"}}),
+        (LLAMA, {"rope_scaling": {"rope_type": "default", "original_max_position_embeddings": 8192}}),
         (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
         (LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 30}),
         (LLAMA, {"torch_dtype": "bfloat16"}),
@@ -297,6 +298,27 @@ def test_the_text_model_of_a_multimodal_configuration() -> None:
     assert not same(outer, outer | {"torch_dtype": "float16"})
     assert not same(outer, outer | {"rope_scaling": {"rope_type": "linear", "factor": 2}})
     assert not same(outer, outer | {"text_config": text | {"rope_theta": 7}})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("dtype", ("float16", "bfloat16")),
+        ("rope_theta", (7, 8)),
+        ("max_model_len", (4096, 8192)),
+        ("architectures", (["A"], ["B"])),
+        ("quantization_config", ({"quant_method": "awq"}, {"quant_method": "fp8"})),
+    ],
+)
+def test_a_field_on_both_levels_counts_with_both_values(name: str, values: tuple[Any, Any]) -> None:
+    """Whichever level an engine obeys, a change of it is another namespace."""
+
+    def nested(inner: object, outer: object) -> dict[str, Any]:
+        return {"model_type": "llava", "text_config": LLAMA_YARN | {name: inner}, name: outer}
+
+    pairs = [(inner, outer) for inner in values for outer in values]
+    assert len({canonical_json(record(nested(inner, outer))) for inner, outer in pairs}) == 4
+    assert same(nested(values[0], values[0]), LLAMA_YARN | {name: values[0]})
 
 
 class Attributes(Mapping[str, Any]):
