@@ -6,7 +6,7 @@ throughput. How a call stops at its deadline is the pool's mode (see
 
 * ``bounded``: the caller drives its own batch beside ``threads - 1`` helpers, so a call never
   waits for another one. Past the deadline no item is started and steps that ask
-  :attr:`Claim.is_cancelled` end early; the call returns when the last step has ended.
+  :meth:`Claim.is_cancelled` end early; the call returns when the last step has ended.
 * ``abandons``: all I/O runs on the pool. A step works in memory of its own and touches the
   caller's only between :meth:`Claim.enter` and :meth:`Claim.leave`. At the deadline the call
   waits for entered items, which only copy memory, and leaves the others behind. A worker left
@@ -57,7 +57,6 @@ class Claim:
         self.is_entered = False
         self.is_abandoned = False
 
-    @property
     def is_cancelled(self) -> bool:
         """Whether to stop: ask before every system call and before publishing."""
         batch = self._batch
@@ -67,9 +66,9 @@ class Claim:
         """Before touching the caller's memory; ``False`` means the item is lost: touch nothing."""
         batch = self._batch
         if not batch.may_abandon:
-            return not self.is_cancelled
+            return not self.is_cancelled()
         with batch.lock:
-            self.is_entered = not self.is_cancelled
+            self.is_entered = not self.is_cancelled()
             return self.is_entered
 
     def leave(self) -> None:
@@ -143,7 +142,7 @@ class _Batch(Generic[ItemT, ResultT]):
         if not claim.items:
             self.finish()
         for item in claim.items:
-            if claim.is_cancelled:
+            if claim.is_cancelled():
                 break
             try:
                 claim.results.append(self.step(item, claim))

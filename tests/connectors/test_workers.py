@@ -148,7 +148,7 @@ def test_bounded_returns_only_when_no_step_runs(bounded: Workers) -> None:
 
     def step(item: int, claim: Claim) -> int:
         gate.hang()
-        left.append(claim.is_cancelled)
+        left.append(claim.is_cancelled())
         return item
 
     def call() -> None:
@@ -211,7 +211,7 @@ def test_a_signal_during_the_wait_for_helpers_does_not_end_the_wait(bounded: Wor
         if threading.get_ident() != main:
             assert opened.wait(LONG_S)
             helper_left.set()
-        elif not claim.is_cancelled:
+        elif not claim.is_cancelled():
             opened.wait(0.001)
 
     before = signal.signal(signal.SIGALRM, on_alarm)

@@ -1,0 +1,33 @@
+"""The shipped contract on ``file://``: both ways of stopping, with and without O_DIRECT."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from hicache_store.connectors.registry import open_connector
+from hicache_store.testing.connector_contract import Connect, ConnectBounded, ConnectorContract
+
+OPTIONS = {
+    "direct": "io=direct&threads=3",
+    "bounce": "io=bounce&threads=3",
+    "one thread": "io=direct&threads=1",
+    "O_DIRECT": "io=direct&threads=2&direct_io=1",
+    "bounce and O_DIRECT": "io=bounce&threads=2&direct_io=1",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys(), scope="class")
+class TestLocal(ConnectorContract):
+    @pytest.fixture
+    def connect(self, tmp_path: Path, options: str) -> Connect:
+        return lambda: open_connector(f"file://{tmp_path}/store?{options}&sweep=0")
+
+    @pytest.fixture
+    def connect_bounded(self, tmp_path: Path, options: str) -> ConnectBounded:
+        serial = itertools.count()
+        return lambda quota: open_connector(
+            f"file://{tmp_path}/bounded-{next(serial)}?{options}&sweep=0&quota={quota}&min_free=0"
+        )
