@@ -113,8 +113,10 @@ def assert_delivered(target: ProbeTarget, data: bytes) -> None:
     """One read of the object ``data`` went exactly as the protocol says."""
     assert target.events == ["parts", "check", "release"]
     wanted = target.wanted(data)
-    assert first_difference(target.delivered(), wanted) is None
-    assert first_difference(target.at_check or b"", wanted) is None, "checked before the last byte landed"
+    wrong = first_difference(target.delivered(), wanted)
+    assert wrong is None
+    early = first_difference(target.at_check or b"", wanted)
+    assert early is None, "checked before the last byte landed"
     assert target.guards_hold, "bytes were written beside the views"
 
 

@@ -217,7 +217,7 @@ class SloppyConnector:
     def _write_one(self, write: Write) -> Outcome:
         if self.has("shallow only") and write.depth > 1_000:
             return Outcome(Status.FAILED, "too deep")
-        write = dataclasses.replace(write, key=self._key(write.key))
+        write = write._replace(key=self._key(write.key))
         if not write.size_bytes and self.has("drops empty objects"):
             return OK
         decided = self._judge(write)
@@ -291,7 +291,7 @@ class SloppyConnector:
         is_forced = write.replace is not None or any(self.has(fault) for fault in forcing)
         if not is_forced or self.faults == ():
             depth = -write.depth if self.has("evicts heads first") else write.depth
-            return self.table.put(dataclasses.replace(write, depth=depth), data)
+            return self.table.put(write._replace(depth=depth), data)
         return self._force(write.key, data, write.depth)
 
     def _force(self, key: str, data: bytes, depth: int) -> Outcome:
