@@ -31,3 +31,21 @@ class TestLocal(ConnectorContract):
         return lambda quota: open_connector(
             f"file://{tmp_path}/bounded-{next(serial)}?{options}&sweep=0&quota={quota}&min_free=0"
         )
+
+
+class TestLocalReadOnly(ConnectorContract):
+    """A handle that may only read, beside writers of the same root."""
+
+    @pytest.fixture
+    def connect_writer(self, tmp_path: Path) -> Connect:
+        return lambda: open_connector(f"file://{tmp_path}/store?threads=2&sweep=0")
+
+    @pytest.fixture
+    def connect(self, tmp_path: Path, connect_writer: Connect) -> Connect:
+        connect_writer().close()  # a root that is not there cannot be opened read-only
+        return lambda: open_connector(f"file://{tmp_path}/store?readonly=1&threads=2")
+
+    @pytest.fixture
+    def connect_bounded(self, tmp_path: Path) -> ConnectBounded:
+        bounded = f"file://{tmp_path}/bounded?sweep=0&min_free=0&quota="
+        return lambda quota: open_connector(f"{bounded}{quota}")
