@@ -27,7 +27,7 @@ small enough that a lost object costs little and staging stays small."""
 STAGING_BYTES: Final = 64 * MIB
 """Default bound of the staging memory of one Store."""
 
-DEVICE_WORKERS_MAX: Final = 64
+WORKERS_MAX: Final = 64
 """Upper bound of the worker threads one connector may be asked for."""
 
 LOCAL_THREADS_MAX: Final = 8
@@ -186,3 +186,37 @@ MAINTENANCE_FIRST_S: Final = 10.0
 
 EVICTION_WAIT_S: Final = 0.005
 """Time between two looks at whether another process's eviction has made room."""
+
+RECOVER_LAYERS_MAX: Final = 65_536
+"""Layers of an object whose format is worked out from its length: far beyond any model, and trying
+all divisors of more would take a tool seconds an object."""
+
+SCRUB_BYTES: Final = 64 * MIB
+"""Memory of one batch of a scrub: objects are read whole up to this size, longer ones in runs of
+cells that fit."""
+
+SCRUB_ITEMS: Final = 256
+"""Objects in one batch of a scrub, so that progress moves and deadlines stay near."""
+
+LISTING_BATCH: Final = 256
+"""Entries that a listing hands over at once: a hand-over between threads costs tens of microseconds."""
+
+LISTING_BATCHES_MAX: Final = 16
+"""Batches that a listing may be ahead of the tool that reads it."""
+
+LISTING_ROWS_MAX: Final = 1_000
+"""Rows held back to make columns fit; a longer table is printed as it comes, cut to these widths."""
+
+LISTING_PAGES_MAX: Final = 65_536
+"""Pages gathered in one walk, about 30 MB. A listing of more pages walks the store again for the next
+ones, in the order of their hashes."""
+
+LISTING_NAMESPACES_MAX: Final = 1_024
+"""Namespaces that tools tell apart in one store; a fleet has tens."""
+
+PAGE_SKETCH: Final = 4_096
+"""Distinct pages counted exactly in each namespace; beyond, the count is an estimate with a standard
+error of 1/sqrt(4096), 1.6 %."""
+
+REMOVE_BATCH: Final = 256
+"""Objects of one batched removal by a tool."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.box import Box, Span
@@ -93,9 +94,9 @@ class Pool:
                 raise ConfigurationError(f"pool {self.name} has {value} {what}; give at least 1")
         if self.layer_ids is not None:
             ids = self.layer_ids
-            if len(ids) != self.num_layers or any(a >= b for a, b in pairwise(ids)):
+            if len(ids) != self.num_layers or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
                 raise ConfigurationError(
-                    f"pool {self.name}: layer_ids must be {self.num_layers} ascending numbers, "
+                    f"pool {self.name}: layer_ids must be {self.num_layers} ascending numbers from 0 up, "
                     f"got {list(ids)}"
                 )
         if self.hit_rule is HitRule.TRAILING_WINDOW and self.window_pages < 1:
@@ -188,16 +189,27 @@ class ModelKV:
         part = KVPart("latent", latent_dim + rope_dim)
         return cls(num_layers, 1, (part,), DType.of(dtype), Attention.MLA)
 
-    def facts(self, page_size: int, chain: ChainKind = ChainKind.PLAIN) -> KVFacts:
-        """What a namespace records of this model's KV."""
+    def facts(
+        self,
+        page_size: int,
+        *,
+        chain: ChainKind = ChainKind.PLAIN,
+        scales: Literal["none", "weights"] = "none",
+    ) -> KVFacts:
+        """What a namespace records of this model's KV.
+
+        MHA and GQA are one kind here: how many query heads share a key changes no stored byte, and
+        the configuration tells it anyway.
+        """
         return KVFacts(
             num_kv_heads=self.num_kv_heads,
             parts=tuple((part.name, part.width) for part in self.parts),
             dtype=self.dtype.name,
-            attention=self.attention.value,
+            attention="mla" if self.attention is Attention.MLA else "dense",
             page_size=page_size,
             num_layers=self.num_layers,
             chain=chain,
+            scales=scales,
         )
 
     def pool(self, page_size: int, *, name: str = "kv", draft_layers: int = 0) -> Pool:
