@@ -102,11 +102,22 @@ class Source(Protocol):
 
 
 class Read(NamedTuple):
-    """One object to read. ``size_bytes`` is the length the whole object must have."""
+    """One object to read. ``size_bytes`` is the length the whole object must have.
+
+    ``ranges`` are (start, stop) bytes that hold everything the target's parts will ask for, ascending
+    and apart; ``None`` is the whole object. Connectors that fetch into memory of their own, before
+    they may ask the target, fetch these.
+    """
 
     key: str
     size_bytes: int
     target: Target
+    ranges: Sequence[tuple[int, int]] | None = None
+
+    @property
+    def fetched(self) -> Sequence[tuple[int, int]]:
+        """The ranges to fetch."""
+        return ((0, self.size_bytes),) if self.ranges is None else self.ranges
 
 
 class Write(NamedTuple):

@@ -18,8 +18,8 @@ _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK  # a FIFO in place of an object must
 class Reader:
     """The step of a batch of reads.
 
-    ``bounces``: the object is read whole into memory of the worker, and only a claimed item's parts
-    are asked for and filled. Otherwise the parts are read straight into place.
+    ``bounces``: the ranges of the read are fetched into memory of the worker, and only a claimed
+    item's parts are asked for and filled. Otherwise the parts are read straight into place.
     """
 
     def __init__(self, root: Root, bounces: bool) -> None:
@@ -74,10 +74,15 @@ class Reader:
             target.release()
 
     def _land_from_scratch(self, read: Read, fd: int, version: str, claim: Claim) -> Outcome:
-        memory = self._scratch.take(read.size_bytes)[: read.size_bytes]
-        landed = self._root.mover.read(fd, 0, [memory], claim.is_cancelled)
-        if landed != read.size_bytes:
-            return self._fell_short(landed, version, claim)
+        fetched = read.fetched
+        memory = self._scratch.take(sum(stop - start for start, stop in fetched))
+        at = 0
+        for start, stop in fetched:
+            piece = memory[at : at + stop - start]
+            landed = self._root.mover.read(fd, start, [piece], claim.is_cancelled)
+            if landed != len(piece):
+                return self._fell_short(start + landed, version, claim)
+            at += len(piece)
         if not claim.enter():
             return TIMED_OUT
         try:
@@ -98,10 +103,20 @@ def _deliver(read: Read, memory: memoryview, version: str) -> Outcome:
         parts: Sequence[Part] = target.parts()
         for offset, views in parts:
             wanted = _checked_bytes(offset, views, read.size_bytes)
-            scatter(memory[offset : offset + wanted], views)
+            scatter(_within(read.fetched, memory, offset, offset + wanted), views)
         return _judged(target.check(), version)
     finally:
         target.release()
+
+
+def _within(fetched: Sequence[tuple[int, int]], memory: memoryview, start: int, stop: int) -> memoryview:
+    """Bytes ``start .. stop`` of the object out of its fetched ranges, which lie packed in ``memory``."""
+    at = 0
+    for first, last in fetched:
+        if first <= start and stop <= last:
+            return memory[at + start - first : at + stop - first]
+        at += last - first
+    raise ValueError(f"bytes {start} to {stop} were not among the ranges of the read")
 
 
 def _checked_bytes(offset: int, views: Sequence[memoryview], size_bytes: int) -> int:

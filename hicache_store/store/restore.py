@@ -112,7 +112,8 @@ def _read_round(
         for candidate, piece in plan.pieces:
             key = prefix + candidate.leaf
             jobs.append((page, candidate, piece))
-            reads.append(Read(key, piece.object_bytes, PieceTarget(transfer, piece, key, page.placement)))
+            target = PieceTarget(transfer, piece, key, page.placement)
+            reads.append(Read(key, piece.object_bytes, target, piece.ranges))
     if not reads:
         return
     outcomes = context.connector.read_into(reads, transfer.deadline)

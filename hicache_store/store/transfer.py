@@ -36,6 +36,7 @@ class PiecePlan:
         self.object_bytes = read.format.object_bytes
         self.fetched_bytes = read.fetched_bytes
         self.requests = len(read.fetches)
+        self.ranges = tuple((fetch.start, fetch.stop) for fetch in read.fetches)
         self._pool = pool
         self._layout = layout
         self._plans: BoundedDict[tuple[int, int], CopyPlan] = BoundedDict(PLAN_CACHE_MAX)
