@@ -50,7 +50,10 @@ def parse_duration(text: str) -> float:
     value, unit = _split_unit(text)
     if unit not in _TIME_UNITS:
         raise ValueError(text)
-    return value * _TIME_UNITS[unit]
+    seconds = value * _TIME_UNITS[unit]
+    if not math.isfinite(seconds):
+        raise ValueError(text)
+    return seconds
 
 
 def parse_bool(text: str) -> bool:
@@ -117,7 +120,12 @@ class StoreUrl:
 
 def parse_url(url: str) -> StoreUrl:
     """Split ``scheme://location?query``; raises :class:`ConfigurationError` when it is not one."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r} is not a store URL: {error}") from error
+    if parts.fragment or url.endswith("#"):
+        raise ConfigurationError(f"{url!r} holds a '#', which would hide what follows; write it as %23")
     if not parts.scheme:
         raise ConfigurationError(
             f"{url!r} is not a store URL: it has no scheme; "
