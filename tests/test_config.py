@@ -218,6 +218,7 @@ def test_false(text):
 
 
 @given(st.one_of(st.text(max_size=20), st.from_regex(r"[0-9.e+-]{1,6} ?[a-z]{0,3}", fullmatch=True)))
+@example("-1")
 @example("1e308d")
 @example("1e308tib")
 def test_any_text_is_a_number_or_a_value_error(text):

@@ -220,17 +220,11 @@ def _run(
             merged.append(timed_out)
         elif not isinstance(fault, Hold):
             merged.append(inject(item, fault, deadline))
-        elif _wait(fault, deadline):
-            merged.append(forward([item], deadline)[0])
         else:
-            merged.append(timed_out)
+            limit_s = HOLD_LIMIT_S if fault.ignores_deadline else min(HOLD_LIMIT_S, deadline.remaining_s())
+            is_free = fault.until.wait(limit_s)
+            merged.append(forward([item], deadline)[0] if is_free else timed_out)
     return merged
-
-
-def _wait(hold: Hold, deadline: Deadline) -> bool:
-    """Whether the item may go on; ``False`` when its deadline passed first."""
-    limit_s = HOLD_LIMIT_S if hold.ignores_deadline else min(HOLD_LIMIT_S, deadline.remaining_s())
-    return hold.until.wait(limit_s) and not deadline.is_past
 
 
 def _faulty_change(
