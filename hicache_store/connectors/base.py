@@ -50,11 +50,17 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one item. ``version`` is opaque: an inode and mtime, an ETag, a counter."""
+    """The result of one item. ``version`` is opaque: an inode and mtime, an ETag, a counter.
+
+    ``is_transient`` says of a failure that the same call may succeed later: a throttled or failing
+    server, a broken connection. ``retry_after_s`` is the wait that the storage asked for.
+    """
 
     status: Status
     detail: str = ""
     version: str | None = None
+    is_transient: bool = False
+    retry_after_s: float | None = None
 
     @property
     def is_ok(self) -> bool:
