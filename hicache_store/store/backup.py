@@ -55,7 +55,7 @@ def backup(
             states[i] = state
         return BackupReport(tuple(states), detail=detail)
     context.learn_grids(binding)
-    masks = presence(context, binding, [hashes[i] for i in mine], deadline, stop_at_gap=False)
+    masks = presence(context, binding, [hashes[i] for i in mine], deadline, stop_at_gap=False, faults={})
     transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
     chunks: list[_Chunk] = []
     for i, mask in zip(mine, masks, strict=True):

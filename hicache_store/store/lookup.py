@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from hicache_store.clock import Deadline
 from hicache_store.layout.names import page_prefix
@@ -10,16 +11,21 @@ from hicache_store.store.binding import Binding
 from hicache_store.store.context import StoreContext
 from hicache_store.store.reports import EndReason, LookupReport, PrefixEnd
 
+Faults: TypeAlias = dict[str, tuple[EndReason, str]]
+"""Page hash to the reason and the key of something that is there but does not count."""
+
 
 def ask(
     context: StoreContext,
     binding: Binding,
     pages: Sequence[tuple[str, int]],
     deadline: Deadline,
+    faults: Faults,
 ) -> list[int]:
     """For each (page hash, mask of candidates to ask for) the mask of those that are present.
 
-    Present means of the right length and not known to be bad. One batched call for all of them.
+    Present means of the right length and not known to be bad; what is there without being present
+    is noted in ``faults``. One batched call for all of them.
     """
     keys: list[str] = []
     expected: list[int] = []
@@ -41,8 +47,15 @@ def ask(
     has_bad = len(context.bad) > 0
     found = context.connector.sizes(keys, deadline)
     for key, size, wanted, (position, bit) in zip(keys, found, expected, owners, strict=True):
-        if size == wanted and not (has_bad and context.bad.get(key) is not None):
+        if size is None:
+            continue
+        bad = context.bad.get(key) if has_bad else None
+        if size == wanted and bad is None:
             masks[position] |= bit
+            continue
+        reason = EndReason.CORRUPT if bad is None else bad.reason
+        faults.setdefault(pages[position][0], (reason, key))
+        context.metrics.add(f"lookup.{reason.value}")
     return masks
 
 
@@ -53,6 +66,7 @@ def presence(
     deadline: Deadline,
     *,
     stop_at_gap: bool,
+    faults: Faults,
 ) -> list[int]:
     """Masks of what is stored of each page, grid after grid until a page is covered.
 
@@ -60,7 +74,7 @@ def presence(
     """
     table, wanted = binding.table, binding.table.whole
     order = table.probe_order()
-    masks = ask(context, binding, [(h, order[0]) for h in hashes], deadline)
+    masks = ask(context, binding, [(h, order[0]) for h in hashes], deadline, faults)
     asked = [order[0]] * len(hashes)
     remaining = order[1:]
     while remaining:
@@ -69,11 +83,13 @@ def presence(
         todo = [i for i in todo if asked[i] & remaining[0] != remaining[0]]
         if not todo or deadline.is_past:
             break
-        if stop_at_gap and not _first_completes(context, binding, hashes, masks, asked, todo[0], deadline):
+        if stop_at_gap and not _first_completes(
+            context, binding, hashes, masks, asked, todo[0], deadline, faults
+        ):
             break
         batch = [(hashes[i], remaining[0]) for i in todo if asked[i] & remaining[0] != remaining[0]]
         places = [i for i in todo if asked[i] & remaining[0] != remaining[0]]
-        for i, more in zip(places, ask(context, binding, batch, deadline), strict=True):
+        for i, more in zip(places, ask(context, binding, batch, deadline, faults), strict=True):
             masks[i] |= more
             asked[i] |= remaining[0]
         remaining = remaining[1:]
@@ -88,11 +104,12 @@ def _first_completes(
     asked: list[int],
     page: int,
     deadline: Deadline,
+    faults: Faults,
 ) -> bool:
     """Ask everything about the first uncovered page: if it stays uncovered the prefix ends there, and
     nothing behind it is worth a question."""
     everything = (1 << len(binding.table.candidates)) - 1
-    (more,) = ask(context, binding, [(hashes[page], everything & ~asked[page])], deadline)
+    (more,) = ask(context, binding, [(hashes[page], everything & ~asked[page])], deadline, faults)
     masks[page] |= more
     asked[page] = everything
     return binding.table.cover(binding.table.whole, masks[page]).is_complete
@@ -103,18 +120,19 @@ def contains(
 ) -> LookupReport:
     """How many leading pages are stored for this rank's box, under whatever grids."""
     context.learn_grids(binding)
-    masks = presence(context, binding, hashes, deadline, stop_at_gap=True)
+    faults: Faults = {}
+    masks = presence(context, binding, hashes, deadline, stop_at_gap=True, faults=faults)
     pages = _leading(binding, masks)
     if pages < len(hashes) and context.directory.refresh(deadline) and context.learn_grids(binding):
-        rest = presence(context, binding, hashes[pages:], deadline, stop_at_gap=True)
+        rest = presence(context, binding, hashes[pages:], deadline, stop_at_gap=True, faults=faults)
         masks = [*masks[:pages], *rest]
         pages = _leading(binding, masks)
     binding.hints.set_many(list(zip(hashes[:pages], masks[:pages], strict=True)))
     context.metrics.add_many({"contains.pages": len(hashes), "contains.hits": pages})
     if pages == len(hashes):
         return LookupReport(pages, None)
-    reason = EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT
-    return LookupReport(pages, PrefixEnd(pages, reason))
+    unknown = EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT
+    return LookupReport(pages, PrefixEnd(pages, *faults.get(hashes[pages], (unknown, ""))))
 
 
 def _leading(binding: Binding, masks: Sequence[int]) -> int:

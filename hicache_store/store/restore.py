@@ -14,7 +14,7 @@ from hicache_store.limits import RESTORE_ROUNDS
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate
 from hicache_store.store.context import ChainPage, StoreContext
-from hicache_store.store.lookup import ask
+from hicache_store.store.lookup import Faults, ask
 from hicache_store.store.reports import EndReason, PrefixEnd, RestoreReport, end_reason
 from hicache_store.store.transfer import PiecePlan, PieceTarget, TransferContext
 
@@ -37,6 +37,11 @@ class _Page:
     @property
     def is_done(self) -> bool:
         return not self.remaining
+
+    def note(self, reason: EndReason, key: str, detail: str = "") -> None:
+        """Remember why the page may end: the first fault that is more than an absence tells most."""
+        if self.end is None or self.end.reason is EndReason.ABSENT:
+            self.end = PrefixEnd(self.index, reason, key, detail)
 
 
 @dataclass(slots=True)
@@ -130,9 +135,7 @@ def _read_round(
         page.is_failed = True
         page.excluded |= 1 << candidate.index
         failed.append((read.key, outcome))
-        # The first fault that is more than an absence tells most about why a page ends.
-        if page.end is None or page.end.reason is EndReason.ABSENT:
-            page.end = PrefixEnd(page.index, end_reason(outcome), read.key, outcome.detail)
+        page.note(end_reason(outcome), read.key, outcome.detail)
     for page in pending:
         if not page.is_failed:
             page.remaining = ()
@@ -150,8 +153,11 @@ def _look_again(
     context.learn_grids(binding)
     everything = (1 << len(binding.table.candidates)) - 1
     questions = [(page.page_hash, everything & ~page.excluded) for page in pending]
-    for page, mask in zip(pending, ask(context, binding, questions, deadline), strict=True):
+    faults: Faults = {}
+    for page, mask in zip(pending, ask(context, binding, questions, deadline, faults), strict=True):
         page.mask = mask
+        if page.page_hash in faults:
+            page.note(*faults[page.page_hash])
 
 
 def _first_hopeless(binding: Binding, pages: Sequence[_Page], limit: int) -> int:
@@ -162,9 +168,11 @@ def _first_hopeless(binding: Binding, pages: Sequence[_Page], limit: int) -> int
 
 
 def _end_of(page: _Page, deadline: Deadline) -> PrefixEnd:
-    if page.end is not None:
+    if page.end is not None and page.end.reason is not EndReason.ABSENT:
         return page.end
-    return PrefixEnd(page.index, EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT)
+    if deadline.is_past:  # past it an absence was not looked into, or could not be told
+        return PrefixEnd(page.index, EndReason.TIMED_OUT)
+    return page.end or PrefixEnd(page.index, EndReason.ABSENT)
 
 
 def _remember(
