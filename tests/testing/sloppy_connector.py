@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +36,8 @@ class World:
         self.table = MemoryTable(quota_bytes)
         self.seen: dict[str, threading.Event] = {}
         self.half_was_seen = False
+        self.meeting = threading.Condition()
+        self.arrivals: Counter[str] = Counter()
         self.late: list[tuple[Any, bytes]] = []
         self.fds: list[int] = []
         self.leaked = threading.Event()
@@ -173,7 +175,6 @@ class SloppyConnector:
                 self._copy(view, data[at : at + view.nbytes])
                 at += view.nbytes
                 if self.has("torn reads"):
-                    time.sleep(0.0005)
                     data = (self._find(read.key) or (data, ""))[0]
         if self.has("writes beside views"):
             target.memory[0] ^= 1  # type: ignore[attr-defined]
@@ -285,7 +286,11 @@ class SloppyConnector:
                 self.world.half_was_seen = seen.wait(2.0)
             return self._force(write.key, data, write.depth)
         if self.has("checks, then writes"):
-            time.sleep(0.001)
+            with self.world.meeting:  # widen the gap until another writer is in it as well
+                self.world.arrivals[write.key] += 1
+                mine = self.world.arrivals[write.key]
+                self.world.meeting.notify_all()
+                self.world.meeting.wait_for(lambda: self.world.arrivals[write.key] > mine, 0.15)
             return self._force(write.key, data, write.depth)
         forcing = ("overwrites", "overwrites other sizes", "publishes zeros first")
         is_forced = write.replace is not None or any(self.has(fault) for fault in forcing)
