@@ -33,6 +33,7 @@ from hicache_store.connectors.base import (
     Touch,
     Write,
 )
+from hicache_store.connectors.batch import Claim
 from hicache_store.connectors.local_account import Account, Reservation, open_account
 from hicache_store.connectors.local_attach import Settings, attach, read_settings
 from hicache_store.connectors.local_io import PosixIO, is_absent
@@ -42,7 +43,7 @@ from hicache_store.connectors.local_root import Place, Root, used_at_ns, version
 from hicache_store.connectors.local_scan import remove_dead_metadata_drafts, scan
 from hicache_store.connectors.local_sweep import Maintenance, SweepReport
 from hicache_store.connectors.local_write import WriteBatch, Writer
-from hicache_store.connectors.workers import Claim, Mode, Workers
+from hicache_store.connectors.workers import Mode, Workers
 from hicache_store.errors import ConfigurationError, DeadlineExceededError, HicacheError
 from hicache_store.limits import DEFAULT_TIMEOUT_S, LOOKUP_SLICE_ITEMS
 from hicache_store.metrics import Metrics
@@ -190,7 +191,7 @@ class LocalConnector:
             mark = account.mark()
             freed: list[int] = []
             try:
-                return [self._delete(key, version, freed) for key, version in _until_cancelled(part, claim)]
+                return [self._delete(*pair, freed, claim) for pair in _until_cancelled(part, claim)]
             finally:
                 account.released(sum(freed), mark)
 
@@ -245,7 +246,9 @@ class LocalConnector:
             return
         if self._maintenance is not None:
             self._maintenance.close()
-        self._workers.close()
+        self._workers.close(self._give_back)
+
+    def _give_back(self) -> None:
         if self._account is not None:
             self._account.close()
         self._root.tree.close()
@@ -277,7 +280,7 @@ class LocalConnector:
 
         return root.guarded("touch", touch.key, action)
 
-    def _delete(self, key: str, version: str | None, freed: list[int]) -> Outcome:
+    def _delete(self, key: str, version: str | None, freed: list[int], claim: Claim) -> Outcome:
         root = self._root
 
         def action(place: Place) -> Outcome:
@@ -286,6 +289,8 @@ class LocalConnector:
                 return ABSENT
             if version is not None and version != version_of(found):
                 return Outcome(Status.CONFLICT, "the object is of another version", version_of(found))
+            if claim.is_cancelled():
+                return TIMED_OUT
             try:
                 root.within(place[0], lambda fd: root.io.unlink(place[1], dir_fd=fd))
             except OSError as error:

@@ -28,7 +28,7 @@ from hicache_store.connectors.local_root import NANO, PROBE_DIRECTORY, Root, Sto
 from hicache_store.connectors.local_transfer import DirectMover, takes_direct_io
 from hicache_store.connectors.local_tree import DirectoryTree
 from hicache_store.errors import ConfigurationError
-from hicache_store.limits import DEVICE_WORKERS_MAX, KIB, LOCAL_THREADS_MAX, MAINTENANCE_INTERVAL_S
+from hicache_store.limits import KIB, LOCAL_THREADS_MAX, MAINTENANCE_INTERVAL_S, WORKERS_MAX
 from hicache_store.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ OPTIONS: Final = (
     size_option("quota", minimum=1),
     size_option("min_free"),
     duration_option("ttl", minimum=1.0),
-    int_option("threads", None, 1, DEVICE_WORKERS_MAX),
+    int_option("threads", None, 1, WORKERS_MAX),
     choice_option("io", "auto", ("auto", "direct", "bounce")),
     bool_option("direct_io", False),
     bool_option("fsync", False),

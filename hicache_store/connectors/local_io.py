@@ -133,8 +133,8 @@ class _VectorCall(Protocol):
     def __call__(self, fd: int, views: Sequence[memoryview], offset: int, /) -> int: ...
 
 
-def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """``views`` cut into vectors of at most IO_PIECE_BYTES and IOV_MAX buffers each."""
+def pieces(views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """``views`` cut into vectors of at most IO_PIECE_BYTES and IOV_MAX buffers, with their bytes."""
     vector: list[memoryview] = []
     room = IO_PIECE_BYTES
     for view in views:
@@ -149,10 +149,10 @@ def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             start += take
             room -= take
             if room == 0 or len(vector) == IOV_MAX:
-                yield vector
+                yield vector, IO_PIECE_BYTES - room
                 vector, room = [], IO_PIECE_BYTES
     if vector:
-        yield vector
+        yield vector, IO_PIECE_BYTES - room
 
 
 def transfer(
@@ -168,28 +168,31 @@ def transfer(
     asked before every system call. Short transfers go on where they ended.
     """
     moved = 0
-    for vector in pieces(views):
-        rest = vector
-        while rest:
+    for piece, size in pieces(views):
+        vector, left = piece, size
+        while left:
             if is_stopped():
                 return moved
             try:
-                count = call(fd, rest, offset + moved)
+                count = call(fd, vector, offset + moved)
             except InterruptedError:
                 continue
             if count <= 0:
                 return moved
             moved += count
-            rest = _after(rest, count)
+            left -= count
+            if left:
+                vector = _after(vector, count)
     return moved
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    for index, view in enumerate(views):
-        if count < view.nbytes:
-            return [view[count:], *views[index + 1 :]]
-        count -= view.nbytes
-    return []
+    """``views`` without their first ``count`` bytes, of which they hold more."""
+    index = 0
+    while count >= views[index].nbytes:
+        count -= views[index].nbytes
+        index += 1
+    return [views[index][count:], *views[index + 1 :]]
 
 
 def is_absent(error: OSError) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from hicache_store.connectors.base import ABSENT, TIMED_OUT, Outcome, Part, Read, Status
+from hicache_store.connectors.batch import Claim
 from hicache_store.connectors.local_io import is_absent
 from hicache_store.connectors.local_root import Place, Root, require_file, version_of
 from hicache_store.connectors.local_transfer import Scratch, scatter
-from hicache_store.connectors.workers import Claim
 
 _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK  # a FIFO in place of an object must not block the open
 

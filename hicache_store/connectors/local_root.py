@@ -10,12 +10,12 @@ from typing import Final, TypeAlias, TypeVar
 
 from hicache_store.clock import Clock
 from hicache_store.connectors.base import META_PREFIX, Outcome, Status
+from hicache_store.connectors.batch import failure
 from hicache_store.connectors.local_io import PosixIO, is_absent
 from hicache_store.connectors.local_names import directory_of, file_name
 from hicache_store.connectors.local_publish import Publisher, Syncs, is_full, probe_method
 from hicache_store.connectors.local_transfer import BufferedMover, Mover
 from hicache_store.connectors.local_tree import DirectoryTree
-from hicache_store.connectors.workers import failure
 from hicache_store.errors import HandleError, NameFormatError
 from hicache_store.metrics import Metrics
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from hicache_store.connectors.base import META_PREFIX, TIMED_OUT, Outcome, Status, Write
+from hicache_store.connectors.batch import Claim
 from hicache_store.connectors.local_io import is_absent
 from hicache_store.connectors.local_publish import Draft
 from hicache_store.connectors.local_root import Place, Root, used_at_ns, version_of
 from hicache_store.connectors.local_transfer import Scratch, gather
 from hicache_store.connectors.local_tree import Directory
-from hicache_store.connectors.workers import Claim
 
 _PUBLISH_TRIES = 3
 
@@ -80,7 +80,7 @@ class _Creation:
     def run(self, scratch: Scratch | None) -> Outcome:
         """Store the object. With ``scratch``, a claim that was lost leaves no object behind."""
         if scratch is None:
-            return self._run(_lent(self._write))
+            return self._store(_lent(self._write))
         memory = scratch.take(self._write.size_bytes)[: self._write.size_bytes]
         if not self._claim.enter():
             return TIMED_OUT
@@ -89,17 +89,25 @@ class _Creation:
                 gather(views, memory)
         finally:
             self._claim.leave()
-        outcome = self._run(contextlib.nullcontext([memory]))
-        if outcome.status is Status.OK and not self._claim.enter():
-            self._withdraw(outcome)
-            return TIMED_OUT
-        return outcome
+        return self._store(contextlib.nullcontext([memory]), may_be_lost=True)
 
-    def _run(self, source: AbstractContextManager[Sequence[memoryview]]) -> Outcome:
-        if self._claim.is_cancelled():
-            return TIMED_OUT
-        root, write = self._root, self._write
+    def _store(
+        self, source: AbstractContextManager[Sequence[memoryview]], may_be_lost: bool = False
+    ) -> Outcome:
         directory, draft = self._begin()
+        try:
+            outcome = self._fill_and_publish(draft, source)
+            if may_be_lost and outcome.status is Status.OK and not self._claim.enter():
+                self._withdraw(directory.fd, outcome)
+                return TIMED_OUT
+            return outcome
+        finally:
+            self._root.tree.give_back(directory)
+
+    def _fill_and_publish(
+        self, draft: Draft, source: AbstractContextManager[Sequence[memoryview]]
+    ) -> Outcome:
+        root, write = self._root, self._write
         try:
             with source as views:
                 written = root.mover.write(draft.fd, views, self._claim.is_cancelled)
@@ -115,7 +123,6 @@ class _Creation:
                 self._publisher.discard(draft)
             except OSError:
                 root.metrics.add("file.discard_failed")
-            root.tree.give_back(directory)
 
     def _begin(self) -> tuple[Directory, Draft]:
         """The directory, lent, and the new file; again if the directory had been removed behind us."""
@@ -153,16 +160,16 @@ class _Creation:
         self._batch.add(found.st_size - there.st_size)
         return Outcome(Status.OK, version=version_of(found))
 
-    def _withdraw(self, outcome: Outcome) -> None:
+    def _withdraw(self, directory_fd: int, outcome: Outcome) -> None:
         """Take back an object that came after its call had returned without it."""
-        root, name = self._root, self._name
+        io = self._root.io
         try:
-            there = root.look((self._path, name))
-            if there is None or version_of(there) != outcome.version:
+            there = io.stat(self._name, dir_fd=directory_fd)
+            if version_of(there) != outcome.version:
                 return
-            root.within(self._path, lambda fd: root.io.unlink(name, dir_fd=fd))
+            io.unlink(self._name, dir_fd=directory_fd)
         except OSError:
-            root.metrics.add("file.late_object")
+            self._root.metrics.add("file.late_object")
             return
         self._batch.add(-there.st_size)
 

@@ -18,161 +18,29 @@ A step must not call :meth:`Workers.run` of its own pool.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from hicache_store.clock import Deadline
-from hicache_store.connectors.base import TIMED_OUT, Outcome, Status
+from hicache_store.connectors.base import Outcome, Status
+from hicache_store.connectors.batch import Batch, Claim, failure
 from hicache_store.errors import HandleError
-from hicache_store.limits import ABANDONED_MAX, CLOSE_JOIN_S, DEVICE_WORKERS_MAX, WORKER_GRAB_ITEMS
+from hicache_store.limits import ABANDONED_MAX, CLOSE_JOIN_S, WORKER_GRAB_ITEMS, WORKERS_MAX
 from hicache_store.metrics import Metrics
-
-_LOG = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 Mode: TypeAlias = Literal["bounded", "abandons"]
 
 
-def failure(error: BaseException) -> Outcome:
-    """The outcome of an item whose step ended with ``error``."""
-    return Outcome(Status.FAILED, f"{type(error).__name__}: {error}")
-
-
-class Claim:
-    """A few items of one batch in the hands of one worker; a step gets it beside its item."""
-
-    __slots__ = ("_batch", "_owner", "is_abandoned", "is_entered", "items", "results", "start")
-
-    def __init__(self, batch: _Batch[Any, Any], start: int, items: Sequence[Any]) -> None:
-        self._batch = batch
-        self._owner = threading.get_ident()
-        self.start = start
-        self.items = items
-        self.results: list[Any] = []
-        self.is_entered = False
-        self.is_abandoned = False
-
-    def is_cancelled(self) -> bool:
-        """Whether to stop: ask before every system call and before publishing."""
-        batch = self._batch
-        return batch.is_cancelled or batch.deadline.is_past
-
-    def enter(self) -> bool:
-        """Before touching the caller's memory; ``False`` means the item is lost: touch nothing."""
-        batch = self._batch
-        if not batch.may_abandon:
-            return not self.is_cancelled()
-        with batch.lock:
-            self.is_entered = not self.is_cancelled()
-            return self.is_entered
-
-    def leave(self) -> None:
-        """After the last touch of the caller's memory."""
-        batch = self._batch
-        if batch.may_abandon:
-            with batch.lock:
-                self.is_entered = False
-                batch.wake()
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread took this claim."""
-        return self._owner == threading.get_ident()
-
-
-class _Batch(Generic[ItemT, ResultT]):
-    """The items of one call and how far they are. All state is guarded by the pool's lock."""
-
-    def __init__(
-        self,
-        lock: threading.Lock,
-        items: Sequence[ItemT],
-        step: Callable[[ItemT, Claim], ResultT],
-        deadline: Deadline,
-        after: Callable[[], None] | None,
-        grab: int,
-        may_abandon: bool,
-    ) -> None:
-        self.lock = lock
-        self.items = items
-        self.step = step
-        self.deadline = deadline
-        self.after = after
-        self.grab = grab
-        self.may_abandon = may_abandon
-        self.cursor = 0
-        self.running: list[Claim] = []
-        self.results: list[ResultT | Outcome] = [TIMED_OUT] * len(items)
-        self.is_cancelled = False
-        self.is_detached = False
-        self.changed = threading.Condition(lock)
-
-    @property
-    def is_done(self) -> bool:
-        return self.cursor >= len(self.items) and not self.running and self.after is None
-
-    def wake(self) -> None:
-        """Tell the waiting caller, unless there is nothing new for it."""
-        if self.is_cancelled or self.is_done:
-            self.changed.notify_all()
-
-    def take(self) -> Claim | None:
-        """The next items; after all of them, once, an empty claim for ``after``."""
-        count = len(self.items)
-        if self.is_cancelled or self.deadline.is_past:
-            self.cursor = count
-        if self.cursor < count:
-            claim = Claim(self, self.cursor, self.items[self.cursor : self.cursor + self.grab])
-            self.cursor += len(claim.items)
-        elif self.after is not None and not self.running:
-            claim = Claim(self, count, ())
-        else:
-            self.wake()
-            return None
-        self.running.append(claim)
-        return claim
-
-    def execute(self, claim: Claim) -> None:
-        """Run the step on each item of ``claim``, without the lock; a failure is a result."""
-        if not claim.items:
-            self.finish()
-        for item in claim.items:
-            if claim.is_cancelled():
-                break
-            try:
-                claim.results.append(self.step(item, claim))
-            except Exception as error:
-                claim.results.append(failure(error))
-
-    def finish(self) -> None:
-        """Run ``after``; nobody is left to hear of its failure but the log."""
-        after, self.after = self.after, None
-        if after is not None:
-            try:
-                after()
-            except Exception:
-                _LOG.exception("the end of a batch failed")
-
-    def record(self, claim: Claim) -> None:
-        """Take ``claim`` back; results of an abandoned one are dropped."""
-        self.running.remove(claim)
-        claim.is_entered = False
-        if not claim.is_abandoned:
-            results = claim.results[: len(claim.items)]
-            self.results[claim.start : claim.start + len(results)] = results
-        self.wake()
-
-
 class Workers:
     """A bounded pool of daemon threads, started by the first batch that needs one."""
 
     def __init__(self, threads: int, name: str, mode: Mode, metrics: Metrics | None = None) -> None:
-        assert 1 <= threads <= DEVICE_WORKERS_MAX
+        assert 1 <= threads <= WORKERS_MAX
         self.mode: Mode = mode
         self._name = name
         self._limit = threads - 1 if mode == "bounded" else threads
@@ -180,11 +48,12 @@ class Workers:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._batches: list[_Batch[Any, Any]] = []
+        self._batches: list[Batch[Any, Any]] = []
         self._threads: set[threading.Thread] = set()
         self._stuck = 0
         self._serial = 0
         self._is_closed = False
+        self._at_end: Callable[[], None] | None = None
 
     @property
     def stuck(self) -> int:
@@ -217,7 +86,7 @@ class Workers:
         if self.mode == "bounded":
             grab = max(1, min(WORKER_GRAB_ITEMS, len(items) // (8 * (self._limit + 1))))
         may_abandon = self.mode == "abandons"
-        batch = _Batch(self._lock, items, step, deadline, after, grab, may_abandon)
+        batch = Batch(self._lock, items, step, deadline, after, grab, may_abandon)
         if may_abandon:
             self._run_abandoning(batch)
         else:
@@ -236,7 +105,7 @@ class Workers:
 
     # -- bounded ---------------------------------------------------------------------------
 
-    def _run_bounded(self, batch: _Batch[Any, Any]) -> None:
+    def _run_bounded(self, batch: Batch[Any, Any]) -> None:
         after, batch.after = batch.after, None
         helpers = min(self._limit, (len(batch.items) - 1) // batch.grab)
         try:
@@ -258,7 +127,7 @@ class Workers:
                 batch.after = after
                 batch.finish()
 
-    def _drain(self, batch: _Batch[Any, Any]) -> None:
+    def _drain(self, batch: Batch[Any, Any]) -> None:
         """Wait until no helper is in the caller's memory, whatever interrupts the wait."""
         interruption: BaseException | None = None
         while True:
@@ -279,7 +148,7 @@ class Workers:
 
     # -- abandons --------------------------------------------------------------------------
 
-    def _run_abandoning(self, batch: _Batch[Any, Any]) -> None:
+    def _run_abandoning(self, batch: Batch[Any, Any]) -> None:
         try:
             with self._lock:
                 if self._stuck >= ABANDONED_MAX:
@@ -296,12 +165,12 @@ class Workers:
         finally:
             self._leave_behind(batch)
 
-    def _refuse(self, batch: _Batch[Any, Any]) -> None:
+    def _refuse(self, batch: Batch[Any, Any]) -> None:
         self._metrics.add("workers.refused", len(batch.items))
         detail = f"{self._stuck} threads are stuck in hung I/O of earlier calls; {ABANDONED_MAX} may be"
         batch.results[:] = [Outcome(Status.REFUSED, detail)] * len(batch.items)
 
-    def _leave_behind(self, batch: _Batch[Any, Any]) -> None:
+    def _leave_behind(self, batch: Batch[Any, Any]) -> None:
         """Return from ``batch``: at once when it is done, else without the workers in its I/O."""
         interruption: BaseException | None = None
         while True:
@@ -317,7 +186,7 @@ class Workers:
         if interruption is not None:
             raise interruption
 
-    def _detach(self, batch: _Batch[Any, Any]) -> None:
+    def _detach(self, batch: Batch[Any, Any]) -> None:
         if batch.is_detached:
             return
         batch.is_detached = True
@@ -334,7 +203,7 @@ class Workers:
         elif not batch.running:
             self._keep_for_after(batch)
 
-    def _keep_for_after(self, batch: _Batch[Any, Any]) -> None:
+    def _keep_for_after(self, batch: Batch[Any, Any]) -> None:
         waiting = sum(1 for other in self._batches if other.is_detached)
         if waiting > 2 * ABANDONED_MAX:
             self._metrics.add("workers.after_dropped")
@@ -347,7 +216,7 @@ class Workers:
 
     # -- the pool --------------------------------------------------------------------------
 
-    def _forget(self, batch: _Batch[Any, Any]) -> None:
+    def _forget(self, batch: Batch[Any, Any]) -> None:
         if batch in self._batches:
             self._batches.remove(batch)
 
@@ -366,12 +235,13 @@ class Workers:
     def _serve(self) -> None:
         claim = self._exchange(None)
         while claim is not None:
-            batch = claim._batch
+            batch = claim.batch
             try:
                 batch.execute(claim)
             except BaseException as error:  # a thread that dies would leave its batch waiting
                 claim.results.append(failure(error))
             claim = self._exchange(claim)
+        self._end_if_last()
 
     def _exchange(self, done: Claim | None) -> Claim | None:
         """Give back a claim and wait for another; ``None`` tells the thread to end."""
@@ -392,7 +262,7 @@ class Workers:
             return None
 
     def _take_back(self, claim: Claim) -> None:
-        batch = claim._batch
+        batch = claim.batch
         batch.record(claim)
         if claim.is_abandoned:
             self._stuck -= 1
@@ -411,12 +281,17 @@ class Workers:
                 return claim
         return None
 
-    def close(self) -> None:
-        """Cancel what runs and join the threads; stuck ones are given CLOSE_JOIN_S, then left."""
+    def close(self, at_end: Callable[[], None] | None = None) -> None:
+        """Cancel what runs and join the threads; stuck ones are given CLOSE_JOIN_S, then left.
+
+        ``at_end`` of the first call runs once when no thread is left: here, or when the last stuck
+        one comes back.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._is_closed = True
+            if not self._is_closed:
+                self._is_closed, self._at_end = True, at_end
             for batch in self._batches:
                 batch.is_cancelled = True
                 batch.changed.notify_all()
@@ -425,3 +300,12 @@ class Workers:
         give_up_at = time.monotonic() + CLOSE_JOIN_S
         for thread in threads:
             thread.join(None if self.mode == "bounded" else max(0.0, give_up_at - time.monotonic()))
+        self._end_if_last()
+
+    def _end_if_last(self) -> None:
+        with self._lock:
+            if not self._is_closed or self._threads:
+                return
+            at_end, self._at_end = self._at_end, None
+        if at_end is not None:
+            at_end()

@@ -11,7 +11,8 @@ import pytest
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import TIMED_OUT, Outcome, Status
-from hicache_store.connectors.workers import Claim, Mode, Workers
+from hicache_store.connectors.batch import Claim
+from hicache_store.connectors.workers import Mode, Workers
 from hicache_store.errors import HandleError
 from hicache_store.limits import ABANDONED_MAX
 
@@ -366,8 +367,10 @@ def test_after_runs_even_for_a_batch_that_was_never_started(abandoning: Workers)
 
 def test_close_is_idempotent_and_a_closed_pool_says_so(workers: Workers) -> None:
     workers.run(range(10), lambda item, _: item, later())
-    workers.close()
-    workers.close()
+    ends: list[int] = []
+    workers.close(lambda: ends.append(1))
+    workers.close(lambda: ends.append(2))
+    assert ends == [1]
     assert workers.alive == 0
     with pytest.raises(HandleError, match="closed"):
         workers.run(range(10), lambda item, _: item, later())
@@ -380,10 +383,13 @@ def test_close_leaves_stuck_workers_behind_and_they_end_when_they_come_back(
     pool = Workers(2, "test", "abandons")
     gate = Gate()
     pool.run(range(2), lambda item, _: gate.hang(), Deadline.after(SOON_S))
-    pool.close()
+    ended = threading.Event()
+    pool.close(ended.set)
     assert pool.alive == 2
+    assert not ended.is_set()
     gate.opened.set()
-    eventually(lambda: pool.alive == 0)
+    assert ended.wait(LONG_S)
+    assert pool.alive == 0
 
 
 def test_a_call_under_way_returns_when_the_pool_is_closed(abandoning: Workers) -> None:
