@@ -39,16 +39,23 @@ class Announcement(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One marker slot: its grid, or free, or damaged and replaceable at a version, or not to be told."""
+    """One marker slot: its grid, or free, or damaged (and replaceable where ``version`` tells what),
+    or none of these: then it cannot be told what it holds."""
 
     grid: Grid | None = None
     is_free: bool = False
-    bad_version: str | None = None
+    is_damaged: bool = False
+    version: str | None = None
 
     @property
     def is_usable(self) -> bool:
         """Whether a marker may be put here."""
-        return self.is_free or self.bad_version is not None
+        return self.is_free or self.version is not None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it may hold any grid."""
+        return self.grid is None and not self.is_free and not self.is_damaged
 
 
 class GridDirectory:
@@ -108,7 +115,7 @@ class GridDirectory:
             is_damaged = outcome.is_ok or outcome.status is Status.WRONG_SIZE
             if is_damaged:
                 self._metrics.add("markers.damaged")
-            slots.append(Slot(bad_version=outcome.version if is_damaged else None))
+            slots.append(Slot(is_damaged=is_damaged, version=outcome.version if is_damaged else None))
         self._remember([slot.grid for slot in slots if slot.grid is not None])
         return slots
 
@@ -121,6 +128,8 @@ class GridDirectory:
             return Announcement.CONFIRMED
         slots = self.read_slots(deadline)
         if not any(slot.grid == grid for slot in slots):
+            if confirmed is not None and any(slot.is_unknown for slot in slots):
+                return Announcement.CONFIRMED  # not seen to be gone; looked at again next time
             announcement = self._announce(grid, slots, deadline)
             if announcement is not Announcement.CONFIRMED:
                 return announcement
@@ -135,18 +144,24 @@ class GridDirectory:
         for step in range(MARKER_SLOTS):
             index = (start + step) % MARKER_SLOTS
             slot = slots[index]
+            if slot.is_unknown:  # it may be this grid's own: a second marker would waste a slot
+                self._metrics.add("markers.unknown")
+                return Announcement.FAILED
             if not slot.is_usable:
                 continue
             key = marker_key(self._namespace, index)
             record = frame(key, body)
-            write = Write(key, len(record), BufferSource.of(record), replace=slot.bad_version)
+            write = Write(key, len(record), BufferSource.of(record), replace=slot.version)
             (outcome,) = self._connector.write_from([write], deadline)
             if outcome.status in (Status.TIMED_OUT, Status.FAILED, Status.REFUSED):
                 self._metrics.add("markers.write_failed")
                 return Announcement.FAILED
             # Another grid may have won this slot: only what is there now counts.
             raw = bytearray(MARKER_BYTES)
-            self._connector.read_into([Read(key, MARKER_BYTES, BufferTarget.whole(raw))], deadline)
+            back = Read(key, MARKER_BYTES, BufferTarget.whole(raw))
+            if not self._connector.read_into([back], deadline)[0].is_ok:
+                self._metrics.add("markers.unconfirmed")
+                return Announcement.FAILED
             if unframe(key, bytes(raw)) == body:
                 self._metrics.add("markers.announced")
                 return Announcement.CONFIRMED
