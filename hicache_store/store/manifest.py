@@ -32,9 +32,10 @@ def ensure(connector: Connector, namespace: Namespace, deadline: Deadline, metri
         )
     version: str | None = None
     (size,) = connector.sizes([key], deadline)
-    if size is not None and size <= METADATA_MAX_BYTES:
-        raw = bytearray(size)
-        (outcome,) = connector.read_into([Read(key, size, BufferTarget.whole(raw))], deadline)
+    if size is not None:
+        raw = bytearray(size if size <= METADATA_MAX_BYTES else 0)
+        target = BufferTarget.whole(raw) if raw else BufferTarget([])  # of a huge one only the version
+        (outcome,) = connector.read_into([Read(key, size, target)], deadline)
         stored = unframe(key, bytes(raw)) if outcome.is_ok else None
         if stored == namespace.encoded:
             return

@@ -6,10 +6,12 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import META_PREFIX, BufferSource, Connector, Write
 from hicache_store.connectors.memory import MemoryConnector, MemoryTable
+from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.box import Box
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.layout.model import ModelKV, Pool
@@ -102,6 +104,18 @@ class Place:
             self.table.remove(key, None)
 
 
+@dataclass(slots=True)
+class FilePlace:
+    """Storage in files below ``root``."""
+
+    root: Path
+    options: str = ""
+
+    def open(self) -> Connector:
+        """One more handle, without background sweeps."""
+        return open_connector(f"file://{self.root}?sweep=0{self.options}")
+
+
 @functools.lru_cache(maxsize=4096)
 def page_values(pool: Pool, page: int, seed: int = 0) -> Dense:
     """The values of one page."""
@@ -157,7 +171,7 @@ class RankRig:
 
 
 def attach_rank(
-    place: Place,
+    place: Place | FilePlace,
     pool: Pool,
     spec: ParallelSpec | str,
     rank: Rank,
@@ -182,7 +196,7 @@ def attach_rank(
 
 
 def write_pages(
-    place: Place,
+    place: Place | FilePlace,
     pool: Pool,
     spec: ParallelSpec | str,
     hashes: Sequence[str],
@@ -220,7 +234,7 @@ def distinct_ranks(pool: Pool, spec: ParallelSpec | str) -> list[Rank]:
 
 
 def read_pages(
-    place: Place,
+    place: Place | FilePlace,
     pool: Pool,
     spec: ParallelSpec | str,
     hashes: Sequence[str],
