@@ -250,9 +250,10 @@ class Ledger:
         one thread at a time asks."""
         self.require_usable()
         with self._mutex:
-            self._ensure_open()
-        fd = self._io.open(_SWEEP, os.O_RDWR | os.O_CREAT, dir_fd=self._fds[ACCOUNT_DIR])
-        self._fds[_SWEEP] = fd
+            if _COUNTER not in self._fds or self._id_of(_COUNTER_PATH) != self._counter_id:
+                self._open()
+            fd = self._io.open(_SWEEP, os.O_RDWR | os.O_CREAT, dir_fd=self._fds[ACCOUNT_DIR])
+            self._fds[_SWEEP] = fd
         try:
             self._io.flock(fd)
         except BlockingIOError:
@@ -304,9 +305,10 @@ class Ledger:
             raise HandleError(f"the store's byte counter was {why}")
 
     def _take_file_lock(self, deadline: Deadline) -> None:
-        self._ensure_open()
         pause = 0.0001
         while True:
+            if _COUNTER not in self._fds:
+                self._open()
             try:
                 self._io.flock(self._fds[_COUNTER])
             except BlockingIOError:
@@ -334,10 +336,6 @@ class Ledger:
         except FileNotFoundError:
             return None
         return stat.st_dev, stat.st_ino
-
-    def _ensure_open(self) -> None:
-        if _COUNTER not in self._fds:
-            self._open()
 
     def _open(self) -> None:
         """Open the files of the account, again if somebody removed them under us."""

@@ -169,7 +169,8 @@ class Sweeper:
                 return None
             counter = self._ledger.peek()
             is_counted = counter is not None and counter.total_bytes is not None
-            if is_counted and 0 <= self._storage_time_s() - self._ledger.last_sweep_s() < interval_s:
+            since_s = abs(self._storage_time_s() - self._ledger.last_sweep_s())
+            if is_counted and since_s < interval_s:
                 return None
             return self._sweep(deadline, is_stopped)
 

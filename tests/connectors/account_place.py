@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +150,24 @@ def later() -> Deadline:
 
 def keys(prefix: str, count: int) -> list[str]:
     return [f"{prefix}.{index}" for index in range(count)]
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pid
+
+
+def wait_for(pid: int) -> int:
+    """The exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def writer_files(place: Place) -> list[str]:
+    return os.listdir(place.path / "account" / "writers")

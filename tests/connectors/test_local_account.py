@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,9 +192,24 @@ class TestEviction:
         thread.join()
         assert other.reserve([SIZE], later()).granted == 1
 
-    def test_two_writers_evict_for_one_another_without_refusals(self, place: Place) -> None:
-        accounts = [place.open(quota=40 * SIZE), place.open(quota=40 * SIZE)]
+    @pytest.mark.parametrize(("is_shared", "has_locks"), [(False, True), (True, True), (True, False)])
+    def test_two_writers_evict_for_one_another_without_refusals(
+        self, place: Place, is_shared: bool, has_locks: bool
+    ) -> None:
+        place.io.flock_errno = None if has_locks else errno.ENOLCK
+        first = place.open(quota=40 * SIZE)
+        accounts = [first, first if is_shared else place.open(quota=40 * SIZE)]
         granted = [0, 0]
+        inside: list[str] = []
+        most = [0]
+
+        def enter(name: str) -> None:
+            inside.append(name)
+            most[0] = max(most[0], len(inside))
+            time.sleep(0.0002)
+            inside.remove(name)
+
+        place.io.before_unlink = enter
 
         def work(mine: int) -> None:
             for batch in range(30):
@@ -205,6 +221,7 @@ class TestEviction:
         for thread in threads:
             thread.join()
         assert granted == [120, 120]
+        assert most == [1]
         assert place.bytes_on_disk() <= known(accounts[0]) <= 40 * SIZE
         assert accounts[1].sweep(later()).used_bytes == place.bytes_on_disk()
 
