@@ -12,7 +12,7 @@ from hicache_store.layout.parallel import elected_replica
 from hicache_store.layout.plan import Placement
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate
-from hicache_store.store.context import ChainPage, StoreContext
+from hicache_store.store.context import StoreContext
 from hicache_store.store.grids import Announcement
 from hicache_store.store.lookup import presence
 from hicache_store.store.reports import BackupReport, EndReason, PageState, page_state
@@ -65,10 +65,9 @@ def backup(
         )
     outcomes = _write(context, chunks, deadline)
     report = _settle(context, chunks, outcomes, states)
-    present = [
-        ChainPage(first_page + i, hashes[i], mask) for i, mask in zip(mine, masks, strict=True) if mask
-    ]
-    context.touch(binding, present, deadline)
+    present = [(i, mask) for i, mask in zip(mine, masks, strict=True) if mask]
+    depths = [first_page + i for i, _ in present]
+    context.touch(binding, depths, [hashes[i] for i, _ in present], [mask for _, mask in present], deadline)
     return report
 
 
@@ -85,7 +84,7 @@ def _announce(context: StoreContext, binding: Binding, deadline: Deadline) -> tu
     if context.connector.capabilities.is_read_only:
         return PageState.REFUSED, "the store is read-only"
     state = PageState.TIMED_OUT if deadline.is_past else PageState.FAILED
-    return state, "the grid's marker could not be written"
+    return state, "the grid's marker could not be put in place"
 
 
 def _missing(

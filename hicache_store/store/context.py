@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hicache_store.clock import Clock, Deadline
 from hicache_store.connectors.base import Connector, Outcome, Status, Touch
@@ -24,14 +23,6 @@ class BadObject:
 
     reason: EndReason
     version: str | None
-
-
-class ChainPage(NamedTuple):
-    """A page at its depth in a chain, and the candidates that hold it."""
-
-    depth: int
-    page_hash: str
-    mask: int
 
 
 @dataclass(slots=True)
@@ -76,22 +67,32 @@ class StoreContext:
             if removed.is_ok or removed.status in (Status.ABSENT, Status.CONFLICT):
                 self.bad.discard(key)
 
-    def touch(self, binding: Binding, chain: Sequence[ChainPage], deadline: Deadline) -> None:
-        """Mark pages of a chain as used, head first, leaving out what was touched within a minute."""
+    def touch(
+        self,
+        binding: Binding,
+        depths: Sequence[int],
+        hashes: Sequence[str],
+        masks: Sequence[int],
+        deadline: Deadline,
+    ) -> None:
+        """Mark pages of a chain as used, head first, leaving out what was touched within a minute.
+
+        ``masks`` tell the objects that hold each page.
+        """
         if self.connector.capabilities.is_read_only:
             return
         now = self.clock.monotonic()
-        last = binding.touched.get_many(page.page_hash for page in chain)
-        due = [
-            page for page, at in zip(chain, last, strict=True) if at is None or now - at >= TOUCH_INTERVAL_S
-        ]
+        oldest = now - TOUCH_INTERVAL_S
+        last = binding.touched.get_many(hashes)
+        due = [i for i, at in enumerate(last) if at is None or at <= oldest]
         if not due:
             return
-        binding.touched.set_many([(page.page_hash, now) for page in due])
-        leaves = {mask: binding.table.leaves_of(mask) for mask in {page.mask for page in due}}
+        binding.touched.set_many([(hashes[i], now) for i in due])
+        leaves = {mask: binding.table.leaves_of(mask) for mask in {masks[i] for i in due}}
         touches = [
-            Touch(page_prefix(self.namespace, page.page_hash) + leaf, page.depth)
-            for page in due
-            for leaf in leaves[page.mask]
+            Touch(prefix + leaf, depths[i])
+            for i in due
+            for prefix in (page_prefix(self.namespace, hashes[i]),)
+            for leaf in leaves[masks[i]]
         ]
         self.connector.touch(touches, deadline)

@@ -39,18 +39,18 @@ class Announcement(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One marker slot: its grid, or free, or damaged (and replaceable where ``version`` tells what),
+    """One marker slot: its grid, or free, or damaged (and replaceable where ``bad_version`` tells what),
     or none of these: then it cannot be told what it holds."""
 
     grid: Grid | None = None
     is_free: bool = False
     is_damaged: bool = False
-    version: str | None = None
+    bad_version: str | None = None
 
     @property
     def is_usable(self) -> bool:
         """Whether a marker may be put here."""
-        return self.is_free or self.version is not None
+        return self.is_free or self.bad_version is not None
 
     @property
     def is_unknown(self) -> bool:
@@ -115,7 +115,7 @@ class GridDirectory:
             is_damaged = outcome.is_ok or outcome.status is Status.WRONG_SIZE
             if is_damaged:
                 self._metrics.add("markers.damaged")
-            slots.append(Slot(is_damaged=is_damaged, version=outcome.version if is_damaged else None))
+            slots.append(Slot(is_damaged=is_damaged, bad_version=outcome.version if is_damaged else None))
         self._remember([slot.grid for slot in slots if slot.grid is not None])
         return slots
 
@@ -151,7 +151,7 @@ class GridDirectory:
                 continue
             key = marker_key(self._namespace, index)
             record = frame(key, body)
-            write = Write(key, len(record), BufferSource.of(record), replace=slot.version)
+            write = Write(key, len(record), BufferSource.of(record), replace=slot.bad_version)
             (outcome,) = self._connector.write_from([write], deadline)
             if outcome.status in (Status.TIMED_OUT, Status.FAILED, Status.REFUSED):
                 self._metrics.add("markers.write_failed")

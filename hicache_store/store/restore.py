@@ -13,7 +13,7 @@ from hicache_store.layout.plan import Placement
 from hicache_store.limits import RESTORE_ROUNDS
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate
-from hicache_store.store.context import ChainPage, StoreContext
+from hicache_store.store.context import StoreContext
 from hicache_store.store.lookup import Faults, ask
 from hicache_store.store.reports import EndReason, PrefixEnd, RestoreReport, end_reason
 from hicache_store.store.transfer import PiecePlan, PieceTarget, TransferContext
@@ -28,6 +28,7 @@ class _Page:
     placement: Placement
     remaining: tuple[Box, ...]
     mask: int
+    hint: int | None
     used: int = 0
     excluded: int = 0
     is_failed: bool = False
@@ -65,7 +66,7 @@ def restore(
     count = min(len(hashes), len(placements))
     hints = binding.hints.get_many(hashes[:count])
     pages = [
-        _Page(i, hashes[i], placements[i], table.whole, hints[i] or table.preferred_mask)
+        _Page(i, hashes[i], placements[i], table.whole, hints[i] or table.preferred_mask, hints[i])
         for i in range(count)
     ]
     transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
@@ -186,10 +187,9 @@ def _remember(
     if not usable:
         return
     binding.table.preferred_mask = usable[-1].used
-    binding.hints.set_many([(page.page_hash, page.used) for page in usable])
-    before = binding.hints.get_many(prefix)
-    chain = [
-        *(ChainPage(i, h, before[i] or usable[-1].used) for i, h in enumerate(prefix)),
-        *(ChainPage(len(prefix) + page.index, page.page_hash, page.used) for page in usable),
-    ]
-    context.touch(binding, chain, deadline)
+    seen = [(page.page_hash, page.used) for page in usable if page.used != page.hint]
+    binding.hints.set_many(seen)
+    last = usable[-1].used
+    hashes = [*prefix, *(page.page_hash for page in usable)]
+    masks = [*(mask or last for mask in binding.hints.get_many(prefix)), *(page.used for page in usable)]
+    context.touch(binding, range(len(hashes)), hashes, masks, deadline)
