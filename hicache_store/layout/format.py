@@ -168,6 +168,8 @@ class ObjectFormat:
         at = self.cells * _SUM_BYTES + _TRAILER_SUM_AT
         stored = int.from_bytes(raw[at : at + _SUM_BYTES], "little")
         seed = int.from_bytes(digest, "little") & _MASK64
+        if version < VERSION:  # nothing came before the first: the end of a torn write reads as 0
+            return Verdict.CORRUPT
         if version != VERSION:
             # A flipped bit in the version of one of ours is damage, not a later format.
             ours = bytearray(raw)

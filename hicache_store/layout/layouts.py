@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from hicache_store.errors import ConfigurationError
 from hicache_store.layout.box import Box, Span
 from hicache_store.layout.model import Pool
+from hicache_store.layout.overlap import Places, overlaps
 
 AXES: Final = ("head", "layer", "kv", "slot", "token", "dim")
 
@@ -116,7 +115,7 @@ def axes_layout(
     _check_axes(axes, split)
     heads = box.heads
     group = len(heads) if head_group is None else head_group
-    if len(heads) % group:
+    if group < 1 or len(heads) % group:
         raise ConfigurationError(f"{len(heads)} local heads are not a multiple of the head group {group}")
     counts = {
         "slot": slots,
@@ -196,44 +195,36 @@ def object_layout(pool: Pool, box: Box) -> Layout:
 
 def check_layout(pool: Pool, layout: Layout) -> None:
     """Raise :class:`ConfigurationError` unless the fields hold every element of the box exactly once
-    and no two rows of one slot, or of neighbouring slots, share a byte."""
+    and no two elements of any slots share a byte."""
+    if layout.slots < 1 or layout.slot_tokens < 1:
+        raise ConfigurationError(
+            f"layout {layout.name} has {layout.slots} slots of {layout.slot_tokens} tokens; give at least 1"
+        )
     _check_tiling(pool, layout)
-    itemsize = pool.unit_bytes
-    rows: dict[int, list[np.ndarray]] = {}
+    buffers: dict[int, list[Places]] = {}
     for field in layout.fields:
-        if field.offset < 0 or field.dim_stride < itemsize:
+        axes = (
+            (len(field.heads), field.head_stride),
+            (len(field.layers), field.layer_stride),
+            (layout.slot_tokens, field.token_stride),
+            (len(field.dims), field.dim_stride),
+        )
+        strides = [stride for size, stride in (*axes, (layout.slots, field.slot_stride)) if size > 1]
+        if field.offset < 0 or any(stride < 1 for stride in strides):
             raise ConfigurationError(
-                f"layout {layout.name}: offset {field.offset} or dim stride {field.dim_stride} cannot be"
+                f"layout {layout.name}: offset {field.offset} must not be negative, and strides {strides} "
+                "must be positive"
             )
-        starts = _row_starts(layout, field)
-        if field.dim_stride == itemsize:
-            ends = starts + len(field.dims) * itemsize
-        else:
-            dims = np.arange(len(field.dims), dtype=np.int64) * field.dim_stride
-            starts = (starts[:, None] + dims).ravel()
-            ends = starts + itemsize
-        rows.setdefault(field.buffer, []).append(np.stack([starts, ends]))
-    for buffer, bounds in rows.items():
-        starts, ends = np.concatenate(bounds, axis=1)
-        order = np.argsort(starts, kind="stable")
-        if bool(np.any(ends[order][:-1] > starts[order][1:])):
+        buffers.setdefault(field.buffer, []).append(
+            Places(field.offset, axes, pool.unit_bytes, field.slot_stride)
+        )
+    for buffer, places in buffers.items():
+        if overlaps(places, layout.slots):
             raise ConfigurationError(
-                f"layout {layout.name}: rows of buffer {buffer} overlap; its strides do not fit "
+                f"layout {layout.name}: elements of buffer {buffer} overlap; its strides do not fit "
                 f"{layout.slots} slots of {layout.slot_tokens} tokens, {len(layout.box.heads)} heads and "
                 f"{len(layout.box.layers)} layers"
             )
-
-
-def _row_starts(layout: Layout, field: Field) -> np.ndarray:
-    slots = np.array(sorted({0, min(1, layout.slots - 1), layout.slots - 1}), dtype=np.int64)
-    address = np.int64(field.offset) + slots * field.slot_stride
-    for count, stride in (
-        (layout.slot_tokens, field.token_stride),
-        (len(field.layers), field.layer_stride),
-        (len(field.heads), field.head_stride),
-    ):
-        address = (address[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
-    return address
 
 
 def _check_tiling(pool: Pool, layout: Layout) -> None:
@@ -241,11 +232,13 @@ def _check_tiling(pool: Pool, layout: Layout) -> None:
     elements = 0
     for field in layout.fields:
         width = pool.part_units[field.part] if field.part < len(pool.parts) else 0
-        if not (
-            box.heads.covers(field.heads) and box.layers.covers(field.layers) and field.dims.stop <= width
-        ):
+        is_inside = box.heads.covers(field.heads) and box.layers.covers(field.layers)
+        if not is_inside or field.dims.stop > width or field.buffer < 0 or field.part < 0:
             raise ConfigurationError(f"layout {layout.name}: a field reaches outside the rank's box")
-        elements += len(field.heads) * len(field.layers) * len(field.dims)
+        held = len(field.heads) * len(field.layers) * len(field.dims)
+        if held == 0:
+            raise ConfigurationError(f"layout {layout.name}: a field of part {field.part} holds nothing")
+        elements += held
     wanted = len(box.heads) * len(box.layers) * sum(pool.part_units)
     overlapping = any(
         a.part == b.part

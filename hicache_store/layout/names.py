@@ -88,7 +88,8 @@ class ObjectName:
             )
         except ValueError as error:
             raise NameFormatError(f"{text!r} is not an object name: {error}") from error
-        if str(name) != text or fan != page_hash[:2] or not len(name.heads) or not len(name.layers):
+        is_empty = any(span is not None and not len(span) for span in (name.heads, name.layers, tokens))
+        if str(name) != text or fan != page_hash[:2] or is_empty or name.pages < 1:
             raise NameFormatError(f"{text!r} is not in the one form an object name has")
         return name
 

@@ -130,16 +130,15 @@ def head_spans(num_heads: int, spec: ParallelSpec) -> tuple[Span, ...]:
     """
     tp = spec.tp_size
     if spec.head_map is not None:
-        spans = tuple(Span(*row) for row in spec.head_map)
-        distinct = sorted(set(spans))
-        ends = [span.stop for span in distinct]
-        starts = [span.start for span in distinct]
-        if any(len(span) == 0 for span in spans) or starts != [0, *ends[:-1]] or ends[-1] != num_heads:
+        distinct = sorted(set(spec.head_map))
+        ends = [stop for _, stop in distinct]
+        starts = [start for start, _ in distinct]
+        if any(a >= b for a, b in distinct) or starts != [0, *ends[:-1]] or ends[-1] != num_heads:
             raise TopologyError(
                 f"the head map {list(spec.head_map)} does not tile {num_heads} KV heads: "
                 "distinct rows must meet end to end from 0"
             )
-        return spans
+        return tuple(Span(*row) for row in spec.head_map)
     if num_heads % tp == 0:
         width = num_heads // tp
         return tuple(Span(rank * width, (rank + 1) * width) for rank in range(tp))
@@ -156,10 +155,16 @@ def head_spans(num_heads: int, spec: ParallelSpec) -> tuple[Span, ...]:
 def shard(pool: Pool, spec: ParallelSpec, rank: Rank, model_layers: int | None = None) -> Shard | None:
     """The box a rank holds of every page it owns, ``None`` when its stage has none of the pool's layers.
 
-    ``model_layers`` is the number of layers that the pipeline divides (the pool's own by default);
-    packed draft layers beyond it belong to the last stage.
+    ``model_layers`` is the number of layers that the pipeline divides (the pool's own by default,
+    needed where a pool holds only some layers); packed draft layers beyond it belong to the last
+    stage.
     """
     spec.check(rank)
+    if model_layers is None and pool.layer_ids is not None and spec.pp_size > 1:
+        raise TopologyError(
+            f"pool {pool.name} holds {pool.num_layers} of a model's layers; give model_layers, the number "
+            f"that {spec.pp_size} pipeline stages divide"
+        )
     divided = pool.num_layers if model_layers is None else model_layers
     stage = stage_layers(spec, divided, rank.pp)
     if rank.pp == spec.pp_size - 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from hicache_store.errors import ConfigurationError
@@ -142,6 +142,10 @@ def check_placement(placement: Placement, layout: Layout, page_size: int) -> Non
         total += tokens
     if total != page_size:
         raise ConfigurationError(f"a placement of {total} tokens does not hold a page of {page_size}")
+    if len(placement) > 1:
+        for (slot, first, tokens), after in pairwise(sorted(placement)):
+            if slot == after.slot and first + tokens > after.slot_token:
+                raise ConfigurationError(f"a placement names token {after.slot_token} of slot {slot} twice")
 
 
 def plan_copy(pool: Pool, layout: Layout, object_box: Box, piece: Box, tokens: Span) -> CopyPlan:
@@ -158,7 +162,11 @@ def plan_copy(pool: Pool, layout: Layout, object_box: Box, piece: Box, tokens: S
         if heads is None or layers is None or len(tokens) == 0:
             continue
         regions.append(_region(pool, target, source, object_box, heads, layers, tokens))
-    return CopyPlan(tuple(_merge_regions(regions)))
+    # K and V of a head group join first, then the groups: every round may make room for another.
+    merged = list(_merge_regions(regions))
+    while len(merged) < len(regions):
+        regions, merged = merged, list(_merge_regions(merged))
+    return CopyPlan(tuple(merged))
 
 
 def _region(

@@ -70,7 +70,7 @@ def decode_grid(body: bytes) -> Grid | None:
         if not all(type(cut) is int for cut in (*heads, *layers)) or type(pool) is not str:
             return None
         return Grid(pool, tuple(heads), tuple(layers))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
