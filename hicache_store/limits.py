@@ -220,3 +220,55 @@ error of 1/sqrt(4096), 1.6 %."""
 
 REMOVE_BATCH: Final = 256
 """Objects of one batched removal by a tool."""
+
+LISTING_WAIT_S: Final = 600.0
+"""Longest wait for the next entry of a listing: one that finds nothing passes over everything, 10
+million objects at 20,000 a second."""
+
+S3_CONCURRENCY: Final = 32
+"""Default requests of one S3 handle in flight: 32 objects of 1 MiB hide 25 ms of latency at 1 GB/s."""
+
+S3_CONCURRENCY_MAX: Final = 256
+"""Most of them: each is a connection, and servers refuse clients with thousands."""
+
+S3_LOOKUP_CONCURRENCY: Final = 64
+"""Look-ups in flight: they carry no bytes, so that only latency counts."""
+
+S3_INFLIGHT_BYTES: Final = 256 * MIB
+"""Bodies of one S3 handle in memory at a time: 32 objects of the largest usual size."""
+
+S3_OPERATION_TIMEOUT_S: Final = 10.0
+"""Default limit of one request, its body included: 8 MiB at 1 MB/s. Slower is as good as a miss."""
+
+S3_CONNECT_TIMEOUT_S: Final = 2.0
+"""Limit of a connection's start: a second try of a lost SYN comes after one second."""
+
+S3_ATTACH_TIMEOUT_S: Final = 5.0
+"""Limit of attaching: credentials, one look at the bucket and three probes."""
+
+S3_OBJECT_BYTES_MAX: Final = 5 * GIB
+"""Largest object of one PUT, by the protocol."""
+
+S3_KEY_BYTES_MAX: Final = 1024
+"""Longest key, by the protocol."""
+
+S3_PART_BYTES_MAX: Final = 255
+"""Longest part of a key: gateways and servers that keep objects as files have NAME_MAX."""
+
+S3_DELETE_BATCH: Final = 1000
+"""Keys of one DeleteObjects request, by the protocol."""
+
+S3_LANDING_THREADS: Final = 4
+"""Threads that copy bodies into place: a copy runs at memory speed, more would only take cores."""
+
+S3_RENEW_INTERVAL_S: Final = 5.0
+"""Credentials that a server refuses are read anew at most this often."""
+
+S3_CREDENTIALS_REFRESH_S: Final = 600.0
+"""Credentials are asked for again after half of this; the chain itself renews what expires."""
+
+S3_RETRY_AFTER_MAX_S: Final = 3600.0
+"""Longest wait that is believed of a server."""
+
+S3_PUT_TRIES: Final = 3
+"""Tries to create an object whose key is taken and freed again meanwhile."""
