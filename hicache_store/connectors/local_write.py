@@ -157,7 +157,8 @@ class _Creation:
             return mismatch
         assert there is not None
         self._publisher.replace(draft, self._name)
-        self._batch.add(found.st_size - there.st_size)
+        # A file that grew behind our back was counted at its right size: never take off more.
+        self._batch.add(max(0, found.st_size - there.st_size))
         return Outcome(Status.OK, version=version_of(found))
 
     def _withdraw(self, directory_fd: int, outcome: Outcome) -> None:
