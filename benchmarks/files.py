@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.measure import Case, Row, take_turns
 from benchmarks.setting import attach, hashes, model, rank_side
 from hicache_store import Rank
+from hicache_store.clock import Deadline
 
 MIB = 1 << 20
 
@@ -109,8 +110,6 @@ def _run(root: Path, *, threads: int, pages: int, rounds: int, cold: bool) -> li
             doomed = [
                 entry.key for entry in checked.connector.scan("v1/") if entry.key.split("/")[3] not in keep
             ]
-            from hicache_store.clock import Deadline  # noqa: PLC0415
-
             checked.connector.delete(doomed, Deadline.after(60))
 
         keep = set(kept)

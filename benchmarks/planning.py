@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 
 from benchmarks.measure import Case, Row, take_turns
@@ -67,9 +69,6 @@ def run(base: str, *, rounds: int) -> list[Row]:
 
 
 def _contains(base: str, rounds: int) -> list[Row]:
-    import shutil  # noqa: PLC0415
-    import tempfile  # noqa: PLC0415
-
     pages = 10_000
     made = model(layers=1, heads=1, tenant="contains")
     side = rank_side(made, "tp1", Rank(), "canonical", 1, seed=6)
