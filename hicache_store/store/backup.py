@@ -66,8 +66,14 @@ def backup(
     outcomes = _write(context, chunks, deadline)
     report = _settle(context, chunks, outcomes, states)
     present = [(i, mask) for i, mask in zip(mine, masks, strict=True) if mask]
-    depths = [first_page + i for i, _ in present]
-    context.touch(binding, depths, [hashes[i] for i, _ in present], [mask for _, mask in present], deadline)
+    context.touch(
+        binding,
+        [first_page + i for i, _ in present],
+        [hashes[i] for i, _ in present],
+        [mask for _, mask in present],
+        deadline,
+        has_grown=report.objects > 0,
+    )
     return report
 
 

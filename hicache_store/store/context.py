@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,25 +75,28 @@ class StoreContext:
         hashes: Sequence[str],
         masks: Sequence[int],
         deadline: Deadline,
+        *,
+        has_grown: bool = False,
     ) -> None:
-        """Mark pages of a chain as used, head first, leaving out what was touched within a minute.
+        """Mark the pages of a chain as used, head first; ``masks`` tell the objects that hold each.
 
-        ``masks`` tell the objects that hold each page.
+        A chain that was touched within a minute, alone or as part of a longer one, is left out, unless
+        it has just grown: all of it or nothing, because a page must never look older than one behind it.
         """
-        if self.connector.capabilities.is_read_only:
+        if self.connector.capabilities.is_read_only or not hashes:
             return
         now = self.clock.monotonic()
-        oldest = now - TOUCH_INTERVAL_S
         last = binding.touched.get_many(hashes)
-        due = [i for i, at in enumerate(last) if at is None or at <= oldest]
-        if not due:
+        tail = -math.inf if last[-1] is None else last[-1]
+        is_recent = now - tail < TOUCH_INTERVAL_S
+        if is_recent and not has_grown and all(at is not None and at >= tail for at in last):
             return
-        binding.touched.set_many([(hashes[i], now) for i in due])
-        leaves = {mask: binding.table.leaves_of(mask) for mask in {masks[i] for i in due}}
+        binding.touched.set_many([(page_hash, now) for page_hash in hashes])
+        leaves = {mask: binding.table.leaves_of(mask) for mask in set(masks)}
         touches = [
-            Touch(prefix + leaf, depths[i])
-            for i in due
-            for prefix in (page_prefix(self.namespace, hashes[i]),)
-            for leaf in leaves[masks[i]]
+            Touch(prefix + leaf, depth)
+            for depth, page_hash, mask in zip(depths, hashes, masks, strict=True)
+            for prefix in (page_prefix(self.namespace, page_hash),)
+            for leaf in leaves[mask]
         ]
         self.connector.touch(touches, deadline)
