@@ -55,6 +55,7 @@ _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _PEEKS = 3
+_REOPENS = 3  # some file systems tell another inode at every look
 
 
 def is_dead(io: PosixIO, fd: int, dead_before_s: float) -> bool:
@@ -305,7 +306,7 @@ class Ledger:
             raise HandleError(f"the store's byte counter was {why}")
 
     def _take_file_lock(self, deadline: Deadline) -> None:
-        pause = 0.0001
+        pause, tries = 0.0001, _REOPENS
         while True:
             if _COUNTER not in self._fds:
                 self._open()
@@ -321,8 +322,9 @@ class Ledger:
                 if error.errno not in _NO_LOCKS:
                     raise
                 self._warn_no_locks(error)
-            if self._id_of(_COUNTER_PATH) == self._counter_id:
+            if tries == 0 or self._id_of(_COUNTER_PATH) == self._counter_id:
                 return
+            tries -= 1
             self._open()
 
     def _warn_no_locks(self, error: OSError) -> None:

@@ -46,6 +46,14 @@ class TestDamage:
         second.settle(held, 0)
         assert first.used_bytes() == second.used_bytes() == 3 * SIZE
 
+    def test_a_file_system_that_tells_another_inode_at_every_look_is_no_trap(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        account = place.open()
+        monkeypatch.setattr(local_ledger.Ledger, "_id_of", lambda self, path: (0, 0))
+        assert place.write(account, keys("page", 3)) == 3
+        assert account.used_bytes() == 3 * SIZE
+
     def test_a_lost_account_is_rebuilt_while_the_store_is_open(self, place: Place) -> None:
         first, second = place.open(), place.open()
         place.write(first, keys("old", 3))

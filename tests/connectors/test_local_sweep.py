@@ -207,6 +207,29 @@ class TestUnreadable:
             assert turns < 5000
         assert account.sweep(later()).is_complete
 
+    def test_closing_leaves_a_hanging_sweep_its_descriptors(self, place: Place) -> None:
+        """Their numbers would come to mean other directories, in which it would remove files."""
+        before = sorted(os.listdir("/proc/self/fd"))
+        account = place.open(ttl_s=10.0)
+        place.write(account, keys("page", 3), age_s=100)
+        entered, leave = threading.Event(), threading.Event()
+
+        def hang(name: str) -> None:
+            entered.set()
+            assert leave.wait(60)
+
+        place.io.before_unlink = hang
+        reports: list[SweepReport] = []
+        thread = threading.Thread(target=lambda: reports.append(account.sweep(later())))
+        thread.start()
+        assert entered.wait(60)
+        account.close()
+        assert len(os.listdir("/proc/self/fd")) > len(before)
+        leave.set()
+        thread.join()
+        assert reports[0].expired_objects == 3
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
     def test_another_sweep_is_waited_for_until_the_deadline(self, place: Place) -> None:
         account = place.open()
         fd = os.open(place.path / "account" / "sweep.lock", os.O_RDWR | os.O_CREAT)
