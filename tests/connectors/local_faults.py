@@ -17,6 +17,7 @@ from hicache_store.connectors.local import LocalConnector, open_local
 from hicache_store.connectors.local_attach import read_settings
 from hicache_store.connectors.local_io import PosixIO
 from hicache_store.connectors.local_names import directory_of, file_name
+from hicache_store.connectors.local_publish import Method
 
 LONG_S = 30.0
 SOON_S = 0.05
@@ -66,6 +67,21 @@ class Gate:
     def wait_for(self, count: int = 1) -> None:
         for _ in range(count):
             assert self._arrivals.acquire(timeout=LONG_S)
+
+
+def is_tmpfile(name: str, flags: int, *_: Any, **__: Any) -> bool:
+    """Whether an ``open`` asks for a file without a name."""
+    return flags & os.O_TMPFILE == os.O_TMPFILE
+
+
+def without_better_than(method: Method) -> FaultyIO:
+    """System calls of a file system that has no better way of publishing than ``method``."""
+    io = FaultyIO()
+    if method != "tmpfile":
+        io.hooks["open"] = failing(errno.EOPNOTSUPP, is_tmpfile)
+    if method == "rename":
+        io.hooks["link"] = io.hooks["link_fd"] = failing(errno.EPERM)
+    return io
 
 
 def failing(code: int, matches: Callable[..., bool] = lambda *_, **__: True) -> Hook:
