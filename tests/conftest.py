@@ -8,7 +8,10 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["hicache_store.testing.server_fixtures"]
+
 IS_SOAK = os.environ.get("HICACHE_SOAK") == "1"
+IS_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
 # The suite draws the same examples on every machine, so that a red run is never luck; soak runs
 # draw new ones each time and are where new faults are found.
@@ -45,6 +48,25 @@ def pytest_terminal_summary(
         terminalreporter.section("what was counted")
         for name, value in counts.items():
             terminalreporter.line(f"{value:>10,}  {name}")
+
+    skipped = _skipped(config)
+    if IS_CI and skipped:
+        terminalreporter.section("skipped, which fails the run where CI is set", red=True)
+        for line in skipped:
+            terminalreporter.line(line)
+
+
+def _skipped(config: pytest.Config) -> list[str]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", []) if reporter is not None else []
+    return [f"{report.nodeid}: {report.longrepr[-1]}" for report in reports]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that did not run has shown nothing: where CI is set, a skip is a failure."""
+    if IS_CI and session.exitstatus == pytest.ExitCode.OK and _skipped(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")
