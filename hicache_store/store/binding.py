@@ -14,7 +14,7 @@ from hicache_store.layout.model import Pool
 from hicache_store.layout.parallel import ParallelSpec, Rank, Shard, shard
 from hicache_store.layout.reading import plan_piece
 from hicache_store.layout.records import encode_grid
-from hicache_store.limits import HINTS_MAX, TOUCH_MEMORY_MAX
+from hicache_store.limits import CANDIDATES_MAX, HINTS_MAX, TOUCH_MEMORY_MAX
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.candidates import Candidate, CandidateTable
 from hicache_store.store.transfer import PiecePlan, check_buffers
@@ -125,12 +125,18 @@ def bind(
             stage=held.box.layers,
         )
     encode_grid(grid)
+    chunks = grid.chunks_within(held.box)
+    if len(chunks) > CANDIDATES_MAX:
+        raise ConfigurationError(
+            f"pool {pool.name}: the grid cuts a page of rank {rank.label} into {len(chunks)} objects, "
+            f"at most {CANDIDATES_MAX} are looked at; give more heads or layers an object"
+        )
 
     def plan(object_box: Box, piece: Box) -> PiecePlan:
         read = plan_piece(pool, object_box, piece, request_cost_bytes=request_cost_bytes, verify=verify)
         return PiecePlan(pool, layout, read)
 
-    table = CandidateTable(pool, held.box, grid.chunks_within(held.box), plan)
+    table = CandidateTable(pool, held.box, chunks, plan)
     return Binding(
         pool=pool,
         shard=held,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -67,22 +68,14 @@ class Store:
         """Open a store for one rank and validate everything that can be known now.
 
         ``storage`` is a URL (``file:///srv/kv?quota=200GiB``) or an open connector, which the store
-        then owns. ``model_layers`` is the number of layers that the pipeline divides, where packed
-        draft layers make a pool longer. ``writer="caller"`` is for engines that elect the writer of
-        replicated boxes themselves. Raises :class:`ConfigurationError` naming the numbers and the
-        way out.
+        then owns, and closes also when the attach is refused. ``model_layers`` is the number of layers
+        that the pipeline divides, where packed draft layers make a pool longer. ``writer="caller"`` is
+        for engines that elect the writer of replicated boxes themselves. Raises
+        :class:`ConfigurationError` naming the numbers and the way out.
         """
-        if writer not in ("elected", "caller"):
-            raise ConfigurationError(f"writer={writer!r} is not accepted; give 'elected' or 'caller'")
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s={timeout_s} is not accepted; give a time above 0 s")
-        if not pools or len({given.pool.name for given in pools}) != len(pools):
-            names = [given.pool.name for given in pools]
-            raise ConfigurationError(f"a store needs pools of different names, got {names}")
-        for given in pools:
-            manifest.check_pool(namespace, given.pool)
         connector = open_connector(storage) if isinstance(storage, str) else storage
         try:
+            _check_arguments(namespace, pools, writer, timeout_s)
             bindings = {
                 given.pool.name: bind(
                     given,
@@ -240,7 +233,25 @@ class Store:
             raise ConfigurationError(f"pool {pool!r} is not attached; attached are {known}") from None
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s, self._context.clock)
+        if timeout_s is None:
+            timeout_s = self._timeout_s
+        elif not timeout_s < math.inf:
+            raise ConfigurationError(f"timeout_s={timeout_s} is not accepted; give a finite time")
+        return Deadline.after(timeout_s, self._context.clock)
+
+
+def _check_arguments(
+    namespace: Namespace, pools: Sequence[PoolBuffers], writer: str, timeout_s: float
+) -> None:
+    if writer not in ("elected", "caller"):
+        raise ConfigurationError(f"writer={writer!r} is not accepted; give 'elected' or 'caller'")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigurationError(f"timeout_s={timeout_s} is not accepted; give a finite time above 0 s")
+    if not pools or len({given.pool.name for given in pools}) != len(pools):
+        names = [given.pool.name for given in pools]
+        raise ConfigurationError(f"a store needs pools of different names, got {names}")
+    for given in pools:
+        manifest.check_pool(namespace, given.pool)
 
 
 _PAGE_HASH = re.compile(r"[0-9a-f]{64}").fullmatch
