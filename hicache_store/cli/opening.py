@@ -1,0 +1,66 @@
+"""Opening a store for tools, which look at it but do not take part in its upkeep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol, runtime_checkable
+
+from hicache_store.cli.output import Output
+from hicache_store.config import parse_url
+from hicache_store.connectors.base import Connector
+from hicache_store.connectors.registry import open_connector
+from hicache_store.metrics import Metrics
+
+_LOOKING: Final = {"file": (("readonly", "1"),)}
+_CHANGING: Final = {"file": (("sweep", "0"),)}
+"""Options a scheme is opened with. A handle that sweeps in the background would evict by the quota
+of the tool's URL, which need not be that of the engines."""
+
+
+@contextmanager
+def opened(url: str, *, changes: bool = False) -> Iterator[Connector]:
+    """The connector of ``url``, closed at the end; without ``changes`` one that alters nothing.
+
+    Raises :class:`~hicache_store.errors.ConfigurationError` when it cannot be opened. A store is never
+    made by looking at it, nor by removing from it.
+    """
+    scheme = parse_url(url).scheme
+    looking = with_options(url, _LOOKING.get(scheme, ()))
+    if changes and looking != url:
+        open_connector(looking).close()
+    connector = open_connector(with_options(url, _CHANGING.get(scheme, ())) if changes else looking)
+    try:
+        yield connector
+    finally:
+        connector.close()
+
+
+def with_options(url: str, options: tuple[tuple[str, str], ...]) -> str:
+    """``url`` with options it does not give itself."""
+    given = {name for name, _ in parse_url(url).query}
+    for name, value in options:
+        if name not in given:
+            url += f"{'&' if '?' in url else '?'}{name}={value}"
+    return url
+
+
+@runtime_checkable
+class _Counted(Protocol):
+    @property
+    def metrics(self) -> Metrics: ...
+
+
+def storage_faults(connector: Connector) -> dict[str, int]:
+    """What the connector counted as failed since it was opened, such as directories it could not read."""
+    if not isinstance(connector, _Counted):
+        return {}
+    return {name: n for name, n in connector.metrics.snapshot().items() if n and name.endswith("_failed")}
+
+
+def warn_of_faults(connector: Connector, out: Output) -> None:
+    """Say beside the result that it may be short."""
+    faults = storage_faults(connector)
+    if faults:
+        what = ", ".join(f"{name} {n}" for name, n in faults.items())
+        out.note(f"parts of the store could not be read, so the result is incomplete: {what}")
