@@ -47,12 +47,13 @@ class StagingPool:
         Raises :class:`ConfigurationError` when it can never fit and
         :class:`DeadlineExceededError` when none came free in time.
         """
-        rounded = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
-        if rounded > self.capacity_bytes:
+        if size_bytes > self.capacity_bytes:
             raise ConfigurationError(
-                f"an object needs {rounded} bytes of staging, the store has {self.capacity_bytes}; "
+                f"an object needs {size_bytes} bytes of staging, the store has {self.capacity_bytes}; "
                 "raise staging_bytes"
             )
+        rounded = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
+        rounded = min(rounded, self.capacity_bytes)
         with self._changed:
             while True:
                 memory = self._take(rounded)
@@ -65,7 +66,7 @@ class StagingPool:
         """Give a block back."""
         with self._changed:
             self._free.setdefault(len(block.memory), []).append(block.memory)
-            self._changed.notify()
+            self._changed.notify_all()  # one alone may want more than this block makes room for
 
     def _take(self, rounded: int) -> memoryview | None:
         free = self._free.get(rounded)

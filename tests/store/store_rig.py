@@ -112,8 +112,8 @@ class FilePlace:
     options: str = ""
 
     def open(self) -> Connector:
-        """One more handle, without background sweeps."""
-        return open_connector(f"file://{self.root}?sweep=0{self.options}")
+        """One more handle, with a quota and without background sweeps."""
+        return open_connector(f"file://{self.root}?sweep=0&quota=1GiB{self.options}")
 
 
 @functools.lru_cache(maxsize=4096)
