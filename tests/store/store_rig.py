@@ -14,6 +14,7 @@ from hicache_store.connectors.memory import MemoryConnector, MemoryTable
 from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.box import Box
 from hicache_store.layout.hashing import page_hashes
+from hicache_store.layout.layouts import Layout
 from hicache_store.layout.model import ModelKV, Pool
 from hicache_store.layout.namespace import KVFacts, Namespace, namespace
 from hicache_store.layout.parallel import ParallelSpec, Rank, shard
@@ -43,6 +44,7 @@ def tiny(heads: int = 4, layers: int = 4, width: int = 2, dtype: str = "bf16", v
     )
 
 
+@functools.lru_cache(maxsize=256)
 def namespace_of(pool: Pool, tenant: str = "t", weights: str = "w") -> Namespace:
     """A namespace that speaks of ``pool``, its layers all being target layers."""
     facts = KVFacts(
@@ -114,6 +116,14 @@ class FilePlace:
     def open(self) -> Connector:
         """One more handle, with a quota and without background sweeps."""
         return open_connector(f"file://{self.root}?sweep=0&quota=1GiB{self.options}")
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(
+    pool: Pool, box: Box, form: str, slots: int, slot_tokens: int | None, head_group: int | None
+) -> Layout:
+    """What :meth:`EnginePool.layout` says of such arrays; the same for all of one shape."""
+    return EnginePool(pool, box, form, slots=slots, slot_tokens=slot_tokens, head_group=head_group).layout()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,7 +200,8 @@ def attach_rank(
     assert held is not None
     slots, where = scattered(pages, pool.page_size) if placements is None else placements
     arrays = EnginePool(pool, held.box, form, slots=slots, slot_tokens=slot_tokens, head_group=head_group)
-    buffers = [PoolBuffers(pool, arrays.layout(), arrays.buffers())]
+    layout = layout_of(pool, held.box, arrays.form.label, slots, slot_tokens, head_group)
+    buffers = [PoolBuffers(pool, layout, arrays.buffers())]
     store = Store.attach(place.open(), ns or namespace_of(pool), buffers, spec, rank, **options)
     return RankRig(store, arrays, where, held.box, pool)
 

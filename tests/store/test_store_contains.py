@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -48,9 +49,19 @@ class Watched:
         self.rig.store.close()
 
 
+def stored(count: int, writer: str) -> Place:
+    """The first page as ``writer`` stores it, and objects of the same lengths for the pages behind it."""
+    place, hashes = Place(), chain(count)
+    write_pages(place, SMALLEST, writer, hashes[:1])
+    for key, data in place.objects().items():
+        name = ObjectName.parse(key)
+        for page_hash in hashes[1:]:
+            place.put(str(dataclasses.replace(name, page_hash=page_hash)), data)
+    return place
+
+
 def test_ten_thousand_pages_are_one_question_a_grid() -> None:
-    place, hashes = Place(), chain(LONG)
-    write_pages(place, SMALLEST, "tp1pp1", hashes)
+    place, hashes = stored(LONG, "tp1pp1"), chain(LONG)
     with Watched(place, "tp1pp1", Rank()) as own:
         assert own.look(hashes) == (LONG, 1, LONG)
     with Watched(place, "tp2pp1", Rank()) as other:
@@ -73,8 +84,7 @@ def test_what_is_not_there_costs_two_questions_whatever_grids_there_are() -> Non
 
 
 def test_nothing_behind_the_first_gap_is_asked_for_again() -> None:
-    place, hashes = Place(), chain(LONG)
-    write_pages(place, SMALLEST, "tp1pp2", hashes[:40])
+    place, hashes = stored(40, "tp1pp2"), chain(LONG)
     with Watched(place, "tp1pp1", Rank()) as rank:
         pages, calls, keys = rank.look(hashes)
         assert pages == 40
@@ -114,9 +124,8 @@ def test_random_presence_against_brute_force(tally: Counter[str]) -> None:
     for _ in range(15):
         place = Place()
         for writer in generator.sample(topologies, generator.randint(1, 3)):
-            part = generator.sample(hashes, generator.randint(4, 12))
-            for page_hash in part:
-                write_pages(place, pool, writer, [page_hash], pages=[hashes.index(page_hash)])
+            pages = generator.sample(range(12), generator.randint(4, 12))
+            write_pages(place, pool, writer, [hashes[page] for page in pages], pages=pages)
         gone = generator.choice((0.0, 0.02, 0.1))
         place.remove(*(key for key in place.objects() if generator.random() < gone))
         objects = set(place.objects())
