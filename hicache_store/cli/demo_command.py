@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_store.cli.output import Output, count_text, size_text
+from hicache_store.cli.output import Output, count_text, printable, size_text
 from hicache_store.errors import ConfigurationError
 from hicache_store.layout.parallel import ParallelSpec
 
@@ -123,6 +123,8 @@ def _control_lines(report: DemoReport) -> Iterator[str]:
 
 
 def _quoted(label: str, text: str, width: int) -> Iterator[str]:
-    wrapped = textwrap.wrap(" ".join(text.split()), width - 11, max_lines=6, placeholder=" ...") or [""]
+    wrapped = textwrap.wrap(
+        printable(" ".join(text.split())), width - 11, max_lines=6, placeholder=" ..."
+    ) or [""]
     yield f"{label:<10} {wrapped[0]}"
     yield from (" " * 11 + line for line in wrapped[1:])

@@ -98,7 +98,7 @@ def pages(
     connector: Connector, prefix: str = "", pages_max: int = LISTING_PAGES_MAX
 ) -> Iterator[tuple[PageKey, Page]]:
     """Every page, sorted. Objects of a page may lie anywhere in a store, so each walk gathers the next
-    ``pages_max`` pages in order, and a store of more is walked again."""
+    pages in order, at most twice ``pages_max``, and a store of more is walked again."""
     after: PageKey = ("", "")
     while True:
         found: dict[PageKey, Page] = {}
@@ -113,8 +113,6 @@ def pages(
             page.last_used_s = max(page.last_used_s, entry.last_used_s)
             if len(found) > 2 * pages_max:
                 last = _keep_first(found, pages_max)
-        if len(found) > pages_max:
-            last = _keep_first(found, pages_max)
         yield from sorted(found.items())
         if last is None:
             return

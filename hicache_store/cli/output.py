@@ -140,7 +140,7 @@ class _Table:
 
     def row(self, *cells: Cell) -> None:
         """Add one row."""
-        texts = tuple(str(cell) for cell in cells)
+        texts = tuple(printable(str(cell)) for cell in cells)
         if self._widths is not None:
             self._print(texts)
             return
@@ -203,6 +203,11 @@ class JsonArray:
 def _members(values: Mapping[str, object]) -> str:
     texts = (f"\n  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     return ",".join(texts)
+
+
+def printable(text: str) -> str:
+    """``text`` without what could steer a terminal: keys and model outputs are other people's bytes."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
