@@ -301,11 +301,10 @@ class TestMaintenance:
     def test_it_ends_with_the_account(self) -> None:
         swept = Swept()
         swept.errors = [HandleError("closed")]
-        before = threading.active_count()
         maintenance = Maintenance(swept, 0.001, Metrics())
         assert swept.calls.acquire(timeout=60)
         maintenance._thread.join(60)
-        assert threading.active_count() == before
+        assert not maintenance._thread.is_alive()
         assert not swept.calls.acquire(blocking=False)
 
     def test_it_does_nothing_before_its_time(self) -> None:
