@@ -82,10 +82,11 @@ def is_object(name: str, *_: object, **__: object) -> bool:
 
 
 READ_HANGS = {
-    "open": lambda name, *_, **__: is_object(name),
-    "fstat": lambda *_: True,
-    "preadv": lambda fd, views, offset: True,
-    "close": lambda fd: True,
+    "open": ("open", lambda name, *_, **__: is_object(name)),
+    "fstat": ("fstat", lambda *_: True),
+    "first preadv": ("preadv", lambda fd, views, offset: offset == 0),
+    "last preadv": ("preadv", lambda fd, views, offset: offset == 3 * MIB),
+    "close": ("close", lambda fd: True),
 }
 WRITE_HANGS = {
     "stat": lambda name, **__: is_object(name),
@@ -96,14 +97,15 @@ WRITE_HANGS = {
 }
 
 
-@pytest.mark.parametrize("call", READ_HANGS)
+@pytest.mark.parametrize("hang", READ_HANGS)
 def test_a_hung_read_returns_late_but_leaves_the_memory_alone(
-    tmp_path: Path, io: FaultyIO, call: str
+    tmp_path: Path, io: FaultyIO, hang: str
 ) -> None:
     """Straight into place: the call lasts as long as the I/O; then the buffer is the caller's again."""
     store = connect(tmp_path, io, "direct")
     assert all(put(store, key, DATA[key]).is_ok for key in KEYS)
-    gate = io.hooks[call] = Gate(READ_HANGS[call])
+    call, matches = READ_HANGS[hang]
+    gate = io.hooks[call] = Gate(matches)
     buffers = [bytearray(SIZE) for _ in KEYS]
     reads = [Read(key, SIZE, BufferTarget.whole(buffer)) for key, buffer in zip(KEYS, buffers, strict=True)]
     clock = FakeClock()
@@ -123,14 +125,15 @@ def test_a_hung_read_returns_late_but_leaves_the_memory_alone(
     assert all(buffer == b"\xee" * SIZE for buffer in buffers)
 
 
-@pytest.mark.parametrize("call", READ_HANGS)
+@pytest.mark.parametrize("hang", READ_HANGS)
 def test_an_abandoned_read_returns_on_time_and_never_writes_again(
-    tmp_path: Path, io: FaultyIO, call: str
+    tmp_path: Path, io: FaultyIO, hang: str
 ) -> None:
     """By way of private memory: the call returns while the I/O hangs, and the late bytes go nowhere."""
     store = connect(tmp_path, io, "bounce")
     assert all(put(store, key, DATA[key]).is_ok for key in KEYS)
-    gate = io.hooks[call] = Gate(READ_HANGS[call])
+    call, matches = READ_HANGS[hang]
+    gate = io.hooks[call] = Gate(matches)
     targets: list[ProbeTarget] = []
 
     def read(deadline: Deadline) -> list[Outcome]:
@@ -209,12 +212,13 @@ def test_an_abandoned_write_returns_on_time_and_no_object_appears(
     store.close()
 
 
-@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
-def test_the_deadline_is_looked_at_between_pieces(tmp_path: Path, io: FaultyIO, call: str) -> None:
+@pytest.mark.parametrize("hang", ["open", "fstat", "first preadv"])
+def test_the_deadline_is_looked_at_between_pieces(tmp_path: Path, io: FaultyIO, hang: str) -> None:
     """One system call may overrun the deadline, not a whole object."""
     store = open_at(tmp_path / "store", io, "io=direct&threads=1")
     assert put(store, KEYS[0], DATA[KEYS[0]]).is_ok
-    gate = io.hooks[call] = Gate(READ_HANGS[call])
+    call, matches = READ_HANGS[hang]
+    gate = io.hooks[call] = Gate(matches)
     buffer = bytearray(SIZE)
     read = Read(KEYS[0], SIZE, BufferTarget.whole(buffer))
     clock = FakeClock()
