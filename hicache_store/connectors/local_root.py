@@ -54,8 +54,12 @@ def used_at_ns(second: int, depth: int) -> int:
 
 
 def version_of(found: os.stat_result) -> str:
-    """The version of an object: its inode and time, in hexadecimal."""
-    return f"{found.st_ino:x}-{found.st_mtime_ns:x}"
+    """The version of an object: its inode, time of use and time of change, in hexadecimal.
+
+    The time of use has whole seconds and a depth, and inodes are reused: only the time of change
+    tells a removed object from the one written in its place within the same second.
+    """
+    return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_ctime_ns:x}"
 
 
 class Root:
