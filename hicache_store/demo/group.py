@@ -11,20 +11,23 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Final, Self
 
 from hicache_store.clock import Deadline
 from hicache_store.demo.cut import cut_of
 from hicache_store.demo.messages import MESSAGE_BYTES_MAX, GroupSpec, Message, decode, encode, spec_to_message
 from hicache_store.errors import DeadlineExceededError, HandleError, HicacheError, TopologyError
+from hicache_store.layout.weights import WeightsIdentity
+from hicache_store.store import PageState
 
 RANKS_MAX: Final = 32
 """Each rank is a process with its own weights and connections; more would only swap."""
@@ -50,8 +53,45 @@ class Generation:
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
     """Distance between the best and the second best logit of each token."""
+    logits: tuple[float, ...]
+    """The logit of each token."""
     ttft_s: float
     total_s: float
+    restored_tokens: int = 0
+    restore_s: float = 0.0
+    """The slowest rank's time for loading and verifying."""
+    read_objects: int = 0
+    read_bytes: int = 0
+    end: str = ""
+    """Why the rank that loaded least stopped; empty when it loaded everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What the ranks of a group did with the pages of one prompt, all ranks together."""
+
+    objects: int
+    written_bytes: int
+    states: tuple[tuple[PageState, ...], ...]
+    """What each rank did with each page."""
+    detail: str
+
+    @property
+    def pages_present(self) -> int:
+        """Pages that every rank elected to write found stored already."""
+        by_page = zip(*self.states, strict=True)
+        return sum(set(page) - {PageState.NOT_ELECTED} == {PageState.PRESENT} for page in by_page)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """How ranks attach to a store."""
+
+    url: str
+    weights: WeightsIdentity
+    tenant: str
+    verify: bool = True
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +157,8 @@ class RankGroup:
                     "rendezvous": str(folder / "rendezvous"),
                 }
                 process = context.Process(target=_run_rank, args=(theirs, encode(setup)), daemon=True)
-                process.start()
+                with _no_main_module():
+                    process.start()
                 theirs.close()
                 group._ranks.append(_RankProcess(rank.label, process, ours))
             group._collect("start", Deadline.after(timeout_s))
@@ -131,22 +172,46 @@ class RankGroup:
         """Process id of each rank by its label."""
         return {rank.label: rank.process.pid or 0 for rank in self._ranks}
 
-    def generate(self, tokens: Sequence[int], count: int, timeout_s: float) -> Generation:
-        """Prefill ``tokens`` and choose ``count`` tokens greedily."""
+    def attach(self, access: StoreAccess, timeout_s: float) -> None:
+        """Attach every rank to a store, in place of the one it had."""
+        message = {"op": "attach", **asdict(access)}
+        self._call(message, timeout_s)
+
+    def backup(self, tokens: Sequence[int], timeout_s: float) -> Backup:
+        """Store the full pages of ``tokens``, the prompt generated from last."""
+        replies = self._call({"op": "backup", "tokens": list(tokens)}, timeout_s)
+        return Backup(
+            objects=sum(reply["objects"] for reply in replies),
+            written_bytes=sum(reply["bytes"] for reply in replies),
+            states=tuple(tuple(PageState(state) for state in reply["states"]) for reply in replies),
+            detail=next((reply["detail"] for reply in replies if reply["detail"]), ""),
+        )
+
+    def generate(
+        self, tokens: Sequence[int], count: int, timeout_s: float, *, restore: bool = False
+    ) -> Generation:
+        """Prefill ``tokens``, what is stored of them loaded first if asked, and choose ``count`` greedily."""
         begun = time.monotonic()
         first: list[float] = []
         replies = self._call(
-            {"op": "generate", "tokens": list(tokens), "count": count},
+            {"op": "generate", "tokens": list(tokens), "count": count, "restore": restore},
             timeout_s,
             lambda _: first.append(time.monotonic() - begun),
         )
         total = time.monotonic() - begun
         choices = replies[-1]["choices"]
+        restored = [reply["restored"] for reply in replies if reply["restored"]]
         return Generation(
             tokens=tuple(token for token, _, _ in choices),
             margins=tuple(best - second for _, best, second in choices),
+            logits=tuple(best for _, best, _ in choices),
             ttft_s=first[0],
             total_s=total,
+            restored_tokens=replies[-1]["pages"] * self.spec.page_size,
+            restore_s=max((part["seconds"] for part in restored), default=0.0),
+            read_objects=sum(part["objects"] for part in restored),
+            read_bytes=sum(part["bytes"] for part in restored),
+            end=min(restored, key=lambda part: part["pages"])["end"] if restored else "",
         )
 
     def reset(self, timeout_s: float) -> None:
@@ -232,6 +297,18 @@ class RankGroup:
             rank.process.join(LEAVE_S)
             rank.connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keep ranks from importing the caller's main module, which they do not need: it may be a script
+    without a guard, or no file at all."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _run_rank(connection: Connection, setup: bytes) -> None:

@@ -54,9 +54,14 @@ class KVPool:
         return taken
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give slots back; a slot that is free already is an error of the caller."""
+        """Give slots back; a slot that is free already is an error of the caller.
+
+        What they held is overwritten with NaN: the next sequence cannot profit from it unseen.
+        """
         assert len({*slots, *self._free}) == len(slots) + len(self._free), "a slot was released twice"
         self._free.extend(slots)
+        if slots:
+            self.data[:, :, self.rows(slots, 0, len(slots) * self.page_size)] = float("nan")
 
     def rows(self, slots: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Row indices (int64) of tokens ``start`` to ``stop`` of a sequence that fills ``slots``."""

@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast
 import regex
 
 from hicache_store.demo.gguf import GgufError, GgufFile
+from hicache_store.demo.weights import ModelSource
 from hicache_store.errors import ConfigurationError
 
 _WORDS: Final = regex.compile(
@@ -164,3 +165,8 @@ class ByteTokenizer:
     def turn(self, user: Sequence[int]) -> list[int]:
         """The message itself: there is no template."""
         return list(user)
+
+
+def tokenizer_of(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a model: its file's own, or bytes for a random one."""
+    return ByteTokenizer() if source.path is None else BpeTokenizer.of(GgufFile.open(source.path))

@@ -210,4 +210,12 @@ def random8() -> ModelSource:
     shape = ModelConfig(
         num_layers=8, hidden=512, num_query_heads=16, num_kv_heads=8, head_dim=64, ffn=1024, vocab=256
     )
-    return ModelSource("random8", config=shape, seed=8)
+    return ModelSource("random8", config=shape, seed=13)
+
+
+def model_named(name: str) -> ModelSource:
+    """``smollm2`` or ``random8``; :class:`ConfigurationError` for another name."""
+    models = {"smollm2": smollm2, "random8": random8}
+    if name not in models:
+        raise ConfigurationError(f"unknown model {name!r}; known: {', '.join(models)}")
+    return models[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from test_llama import greedy, prompt, solo
 
 from hicache_store.demo.engine import Choice
-from hicache_store.demo.group import Generation, RankError, RankGroup
+from hicache_store.demo.group import Generation, RankError, RankGroup, _RankProcess
 from hicache_store.demo.messages import (
     MESSAGE_BYTES_MAX,
     GroupSpec,
@@ -141,6 +142,40 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(tiny: ModelSource) -> None
     assert error == "RankError: rank tp1pp0 of tp2pp2, during generate: the process is gone, exit code -9"
 
 
+class ScriptedProcess:
+    """A process that lives until it is killed and never says more than what its pipe holds."""
+
+    exitcode = None
+
+    def __init__(self) -> None:
+        self.sentinel, self._open_end = os.pipe()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        self.exitcode = -9
+        os.close(self._open_end)
+
+    def join(self, timeout: float) -> None:
+        assert timeout > 0
+
+
+def test_the_cause_is_named_before_its_echoes(tiny: ModelSource, tmp_path: Path) -> None:
+    """A rank fails, and the peer that lost it speaks first."""
+    ranks = []
+    said = {"tp0pp0": ("FabricError", "peer gone"), "tp1pp0": ("ValueError", "the fault")}
+    for label, (kind, text) in said.items():
+        ours, theirs = multiprocessing.Pipe()
+        theirs.send_bytes(encode({"kind": "failed", "type": kind, "text": text}))
+        ranks.append(_RankProcess(label, ScriptedProcess(), ours))  # type: ignore[arg-type]
+    group = RankGroup(spec_of(tiny, ParallelSpec(2)), ranks, tmp_path / "folder")
+    with pytest.raises(RankError) as raised:
+        group.reset(TIMEOUT_S)
+    assert str(raised.value) == "rank tp1pp0 of tp2pp1, during reset: ValueError: the fault"
+    assert not any(rank.process.is_alive() for rank in ranks)
+
+
 def test_a_rank_that_hangs_is_told_by_its_peers(tiny: ModelSource) -> None:
     error = faulty(tiny, lambda pids: os.kill(pids["tp0pp1"], signal.SIGSTOP), collective_timeout_s=1.0)
     assert error.startswith("RankError: rank tp")
@@ -194,14 +229,14 @@ from hicache_store.demo.group import RankGroup
 from hicache_store.demo.messages import GroupSpec
 from hicache_store.demo.weights import random8
 from hicache_store.layout.parallel import ParallelSpec
-if __name__ == "__main__":
-    group = RankGroup.start(GroupSpec(random8(), ParallelSpec(2, 1), slots=4))
-    print(*group.pids.values(), group._folder, flush=True)
-    os.kill(os.getpid(), 9)
+group = RankGroup.start(GroupSpec(random8(), ParallelSpec(2, 1), slots=4))
+print(*group.pids.values(), group._folder, flush=True)
+os.kill(os.getpid(), 9)
 """
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """The script has no guard for its main module, which ranks must not need."""
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False, timeout=TIMEOUT_S)

@@ -1,0 +1,155 @@
+"""The demo: one group of ranks computes a prompt's KV and stores it, another group continues from it.
+
+The reader group answers the prompt twice after a warm-up on another prompt: cold, without the store,
+and warm, with what is stored loaded first. Both runs choose their tokens greedily; they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hicache_store.clock import Deadline
+from hicache_store.config import parse_url
+from hicache_store.connectors.registry import open_connector
+from hicache_store.demo.group import Generation, RankGroup, StoreAccess
+from hicache_store.demo.identity import demo_namespace, weights_identity
+from hicache_store.demo.inspect import negate, stored_objects
+from hicache_store.demo.messages import GroupSpec
+from hicache_store.demo.prompt import build_prompt
+from hicache_store.demo.report import Answers, DemoReport, Written
+from hicache_store.demo.tokenizer import tokenizer_of
+from hicache_store.demo.weights import ModelSource
+from hicache_store.errors import ConfigurationError
+from hicache_store.layout.hashing import page_hashes
+from hicache_store.layout.parallel import ParallelSpec
+
+TIMEOUT_S: Final = 900.0
+"""Longest wait for one step of the demo: a cold 8,192-token prompt on a busy machine."""
+WARM_UP_TOKENS: Final = 512
+"""Two prefill chunks: every code path and most allocations of a longer prompt."""
+EXCERPT: Final = 320
+"""Characters of the prompt's head and tail in a report."""
+
+_TENANT, _CONTROL_TENANT = "hicache-demo", "hicache-demo-control"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run's fixed facts."""
+
+    source: ModelSource
+    tokens: list[int]
+    warm_up: list[int]
+    new_tokens: int
+    page_size: int
+    access: StoreAccess
+    timeout_s: float
+    progress: Progress
+
+    def group(self, parallel: ParallelSpec, role: str, seed: int) -> RankGroup:
+        pages = -(-(len(self.tokens) + self.new_tokens) // self.page_size)
+        size = parallel.tp_size * parallel.pp_size
+        self.progress(f"{role} {parallel.label}: starting {size} rank process{'es' if size > 1 else ''}")
+        # More slots than pages, so that two free lists rarely agree on a page's place.
+        slots = pages + max(8, pages // 2)
+        return RankGroup.start(GroupSpec(self.source, parallel, self.page_size, slots, seed))
+
+    def write(self, parallel: ParallelSpec) -> Written:
+        with self.group(parallel, "writer", seed=1) as group:
+            group.attach(self.access, self.timeout_s)
+            self.progress(f"writer {parallel.label}: computing {len(self.tokens)} prompt tokens")
+            generation = group.generate(self.tokens, 1, self.timeout_s, restore=True)
+            self.progress(f"writer {parallel.label}: storing pages")
+            return Written(generation, group.backup(self.tokens, self.timeout_s))
+
+    def read(self, parallel: ParallelSpec, *, is_control: bool) -> Answers:
+        with self.group(parallel, "reader", seed=2) as group:
+
+            def answer(restore: bool) -> Generation:
+                group.reset(self.timeout_s)
+                return group.generate(self.tokens, self.new_tokens, self.timeout_s, restore=restore)
+
+            self.progress(f"reader {parallel.label}: warming up on another prompt")
+            group.generate(self.warm_up, 2, self.timeout_s)
+            self.progress(f"reader {parallel.label}: answering without the store")
+            cold = answer(restore=False)
+            self.progress(f"reader {parallel.label}: answering with the stored prefix")
+            group.attach(replace(self.access, verify=not is_control), self.timeout_s)
+            warm = answer(restore=True)
+            if not is_control:
+                return Answers(cold, warm, None)
+            self.progress(f"reader {parallel.label}: answering with verification")
+            group.attach(self.access, self.timeout_s)
+            return Answers(cold, warm, answer(restore=True))
+
+
+def run_demo(
+    source: ModelSource,
+    writer: ParallelSpec,
+    reader: ParallelSpec,
+    prompt_tokens: int,
+    store_url: str,
+    *,
+    page_size: int = 64,
+    new_tokens: int = 32,
+    is_control: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    progress: Progress = lambda _: None,
+) -> DemoReport:
+    """Write a prompt's KV with ``writer`` ranks, continue from it with ``reader`` ranks, and compare.
+
+    With ``is_control`` the stored elements are negated in between and the reader does not verify, so
+    that its tokens must differ, then it verifies and must take none of them; the control keeps to a
+    tenant of its own and removes its objects. Raises :class:`ConfigurationError` for what cannot work,
+    :class:`~hicache_store.demo.group.RankError` or :class:`DeadlineExceededError` for ranks that fail.
+    """
+    if parse_url(store_url).scheme == "memory":
+        raise ConfigurationError("memory:// is private to one process and ranks are many; use file://")
+    config, _ = source.open()
+    if prompt_tokens + new_tokens > config.context:
+        raise ConfigurationError(
+            f"{prompt_tokens} prompt and {new_tokens} new tokens exceed the context of {config.context}; "
+            f"give at most {config.context - new_tokens} prompt tokens"
+        )
+    tokenizer = tokenizer_of(source)
+    tokens = build_prompt(tokenizer, prompt_tokens)
+    warm_up = build_prompt(tokenizer, min(prompt_tokens, WARM_UP_TOKENS), seed=1)
+    access = StoreAccess(store_url, weights_identity(source), _CONTROL_TENANT if is_control else _TENANT)
+    run = _Run(source, tokens, warm_up, new_tokens, page_size, access, timeout_s, progress)
+    hashes = page_hashes(tokens, page_size)
+    namespace = demo_namespace(config, access.weights, page_size, access.tenant)
+    connector = open_connector(store_url)
+    try:
+        written = run.write(writer)
+        entries = stored_objects(connector, namespace.digest, hashes)
+        if is_control:
+            progress("altering the stored objects")
+            negate(connector, config.kv().pool(page_size), entries, Deadline.after(timeout_s))
+        answers = run.read(reader, is_control=is_control)
+    finally:
+        if is_control:
+            left = stored_objects(connector, namespace.digest, hashes)
+            connector.delete([entry.key for entry in left], Deadline.after(timeout_s))
+        connector.close()
+    text = tokenizer.decode(tokens)
+    return DemoReport(
+        model=source.name,
+        writer=writer.label,
+        reader=reader.label,
+        store=store_url,
+        page_size=page_size,
+        prompt_tokens=prompt_tokens,
+        prompt_head=text[:EXCERPT],
+        prompt_tail=text[-EXCERPT:],
+        continuation=tokenizer.decode(answers.warm.tokens),
+        pages=len(hashes),
+        objects=len(entries),
+        bytes=sum(entry.size_bytes for entry in entries),
+        is_control=is_control,
+        **written.to_report(),
+        **answers.to_report(),
+    )
