@@ -215,3 +215,27 @@ def test_after_the_hang_everything_works_again(mode: str, tmp_path: Path) -> Non
         ticket.wait(PATIENCE_S)
         assert rank.restore(hashes).pages == 2
         rank.assert_holds(range(2))
+
+
+@pytest.mark.parametrize("mode", ["direct", "bounce"])
+def test_a21_a_page_on_its_way_is_absent_and_then_whole(mode: str, tmp_path: Path) -> None:
+    """Readers that ask while the object is being written get a miss, never a part of it."""
+    place = GatedPlace(tmp_path, mode)
+    hashes = chain(2, 64)
+    with (
+        attach_rank(place, POOL, "tp1pp1", Rank(), pages=2) as writer,
+        attach_rank(GatedPlace(tmp_path, mode), POOL, "tp1pp1", Rank(), pages=2) as reader,
+        attach_rank(GatedPlace(tmp_path, mode), POOL, "tp2pp1", Rank(tp=1), pages=2) as other,
+    ):
+        writer.fill(range(2))
+        place.io.shut()
+        ticket = writer.store.submit_backup(hashes, writer.placements[:2])
+        assert place.io.entered.wait(PATIENCE_S)
+        for _ in range(20):
+            for rank in (reader, other):
+                assert rank.store.contains(hashes).pages == 0
+                assert rank.restore(hashes).end.reason is EndReason.ABSENT
+        place.io.gate.set()
+        assert ticket.wait(PATIENCE_S).pages == 2
+        assert reader.restore(hashes).pages == 2
+        reader.assert_holds(range(2))

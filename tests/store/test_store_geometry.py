@@ -109,6 +109,54 @@ def assert_round_trip(pool: Pool, writer: str, reader: str) -> None:
     read_pages(place, pool, reader, hashes)
 
 
+def strided_forms(box: Box, slots: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], int]]:
+    """Ways a (head, layer, slot, token, dim) array of 2-byte elements may lie in 16 KiB: base, strides
+    in elements, first element."""
+    heads, layers, tokens, width = len(box.heads), len(box.layers), 2, 2
+    sizes = dict(zip("hlstd", (heads, layers, slots, tokens, width), strict=True))
+
+    def packed(order: str, pad: int = 0) -> tuple[int, ...]:
+        strides, at = {}, 1
+        for axis in reversed(order):
+            strides[axis] = at
+            at = at * sizes[axis] + pad
+        return tuple(strides[axis] for axis in "hlstd")
+
+    base = np.full(16 << 10, 0xCD, np.uint8)
+    return {
+        "contiguous": (base, packed("hlstd"), 0),
+        "layer-strided": (base, packed("slthd"), 0),
+        "head-strided": (base, packed("lsthd", 3), 0),
+        "transposed": (base, packed("dtslh"), 0),
+        "dim outermost but one": (base, packed("sdhlt"), 8),
+        "off by one element": (base, packed("slthd"), 1),
+        "padded everywhere": (base, packed("hlstd", 5), 7),
+    }
+
+
+@pytest.mark.parametrize("form", strided_forms(POOL.page_box, 3))
+@pytest.mark.parametrize("writer", ["tp1pp1", "tp4pp2"])
+def test_a35_every_strided_destination_is_filled_in_place(form: str, writer: str) -> None:
+    """K and V are views in one array: what was asked for arrives in the caller's own memory, not in a
+    copy that is thrown away, and nothing else changes there."""
+    place, hashes = Place(), chain(2, 2)
+    write_pages(place, POOL, writer, hashes)
+    base, strides, first = strided_forms(POOL.page_box, 3)[form]
+    shape, in_bytes = (4, 4, 3, 2, 2), tuple(2 * stride for stride in strides)
+    views = [np.ndarray(shape, "<u2", base.data, 2 * first + start, in_bytes) for start in (0, 8 << 10)]
+    given = layout_of_views(POOL.page_box, [base], [(0, view) for view in views])
+    placements = [placement_of_slot(slot, 2) for slot in (2, 0)]
+    pools = [PoolBuffers(POOL, given, [base])]
+    with Store.attach(place.open(), NS, pools, ParallelSpec(), Rank()) as store:
+        assert store.restore(hashes, placements).pages == 2
+    for page, slot in enumerate((2, 0)):
+        held = Dense(POOL.page_box, tuple(view[:, :, slot].copy() for view in views))
+        assert held.equals(page_values(POOL, page))
+        for view in views:
+            view[:, :, slot] = 0xCDCD
+    assert bool(np.all(base == 0xCD))
+
+
 GROUPED = ModelKV.dense(num_layers=13, num_kv_heads=8, head_dim=4, dtype="bf16")
 FULL = (0, 6, 12)
 GROUPS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -274,3 +275,30 @@ def test_a_pool_that_is_not_the_namespaces_is_refused(changed: dict[str, object]
     _, ns = build()
     with pytest.raises(IdentityError, match=what):
         attach_rank(Place(), pool, "tp1", Rank(), ns=ns)
+
+
+def test_e06_nothing_a_user_typed_reaches_a_path(tmp_path: Path) -> None:
+    """Tenants, adapters, salts and operators' strings made of paths, NULs and links: only digests and
+    numbers name files, and nothing is made outside the root."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    root.mkdir(mode=0o700)
+    (root / "link").symlink_to(outside)
+    place = FilePlace(root)
+    names = ("../../outside/x", "..", "/etc/passwd", "a\0b", "CON", "link/x", "link", "a/b", ".hidden")
+    for name in names:
+        pool, ns = build(tenant=name, weights=WeightsIdentity.operator(name))
+        identity = RequestIdentity(lora=LoraIdentity(name, name), cache_salt=name)
+        with attach_rank(place, pool, "tp1", Rank(), pages=2, ns=ns) as rig:
+            rig.fill(range(2))
+            hashes = page_hashes(range(4), 2, seed=identity.seed())
+            assert rig.backup(hashes).pages == 2
+            assert rig.restore(hashes).pages == 2
+    made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(made) >= 2 * len(names)
+    assert {path.parts[0] for path in made} == {"root"}
+    assert list(outside.iterdir()) == []
+    plain = re.compile(r"[0-9A-Za-z._+-]{1,254}")
+    assert all(plain.fullmatch(part) for path in made for part in path.parts)
+    texts = [str(path) for path in made]
+    assert not [text for text in texts for name in ("passwd", "CON", "hidden", "outside") if name in text]
