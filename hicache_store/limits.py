@@ -272,3 +272,132 @@ S3_RETRY_AFTER_MAX_S: Final = 3600.0
 
 S3_PUT_TRIES: Final = 3
 """Tries to create an object whose key is taken and freed again meanwhile."""
+
+S3_RANGES_TOGETHER: Final = 8
+"""Ranges of one object in flight: the planner merges near ones, and one read must not take every
+connection."""
+
+REDIS_THREADS: Final = 4
+"""Connections that one call to one Redis server uses by default: the server has one thread for commands,
+and two connections already keep it busy while one waits for the network."""
+
+REDIS_CLUSTER_THREADS_MAX: Final = 16
+"""The same for a cluster, which gets two a server up to this."""
+
+REDIS_CONNECTIONS_MAX: Final = 64
+"""Connections of one handle to one server, far below the 10,000 clients a server takes."""
+
+REDIS_DIAL_THREADS: Final = 4
+"""Threads that open connections; a handshake takes four round trips."""
+
+REDIS_CONNECT_TIMEOUT_S: Final = 2.0
+"""Default time to open a connection: a server that needs longer is no cache."""
+
+REDIS_ATTACH_S: Final = 15.0
+"""Time to find out at attach what a server, all sentinels or all seeds of a cluster can do."""
+
+REDIS_AHEAD_BYTES: Final = MIB
+"""Replies asked for ahead on one connection, at least: they lie in the server's memory until they are
+read, and memory that went cold costs it more than waiting costs us."""
+
+REDIS_WRITE_AHEAD_BYTES: Final = 256 * KIB
+"""Values sent ahead of their replies, at least: a server takes a large value as it is only if nothing
+stands before it in its buffer, else it moves it."""
+
+REDIS_AHEAD_BYTES_MAX: Final = 8 * MIB
+"""Either of them at most, where a round trip is long."""
+
+REDIS_AHEAD_RATE: Final = 2_000_000_000
+"""Bytes a second one connection may be worth: what a long round trip is filled up with."""
+
+REDIS_AHEAD_ITEMS: Final = 32
+"""Objects asked for, or sent, ahead on one connection: at 64 KiB an object enough to hide a round trip
+of 2 ms at 1 GB/s."""
+
+REDIS_LOOKUP_ITEMS: Final = 4096
+"""Short commands in one request: a 10,000-page look-up is three round trips and no buffer is large."""
+
+REDIS_ROUNDS_MAX: Final = 5
+"""Times an item follows a moving slot or a broken connection before it fails."""
+
+REDIS_REFRESH_S: Final = 1.0
+"""Time between two questions for the layout of a cluster or the master of a service."""
+
+REDIS_NODES_MAX: Final = 1024
+"""Servers of one cluster, the bound its makers recommend."""
+
+REDIS_REPLY_GRACE_S: Final = 0.25
+"""Time past the deadline for the reply to a write that the server has in full."""
+
+REDIS_PREFIX_BYTES_MAX: Final = 1024
+"""Longest prefix of all keys of a store."""
+
+REDIS_VALUE_BYTES: Final = 64 * MIB
+"""Default bound of one value: larger ones hold up everybody else on the server while they move."""
+
+REDIS_VALUE_BYTES_MAX: Final = 511 * MIB
+"""Largest value at all: servers end a connection that sends one of more than 512 MiB."""
+
+REDIS_SCAN_COUNT: Final = 1000
+"""Keys a server is asked to look at in one step of a listing: a fraction of a millisecond of its time."""
+
+REDIS_SCAN_SEEN_MAX: Final = 1_000_000
+"""Keys remembered while listing, so that each shows once: at most 300 MB in a tool."""
+
+RETRIES_MAX: Final = 10
+"""Most tries after the first that an option may ask for: each one adds load to a storage in trouble."""
+
+RETRY_FIRST_WAIT_S: Final = 0.05
+"""Longest wait before the first retry; it doubles with each one, and the real wait is drawn below it."""
+
+RETRY_WAIT_MAX_S: Final = 2.0
+"""Longest drawn wait before a retry. What the storage itself asks for may be longer."""
+
+RETRY_BUDGET: Final = 256
+"""Retries a handle may have in hand, refilled by one for ten successes: two batches of 128 pages can be
+tried again at once, a storage that fails for long gets at most a tenth more load."""
+
+BREAKER_CALLS: Final = 3
+"""Calls in a row without one answer after which a breaker opens."""
+
+BREAKER_WINDOW_S: Final = 10.0
+"""Time over which the share of faults is judged."""
+
+BREAKER_WINDOW_ITEMS: Final = 32
+"""Items in such a window below which their share says nothing."""
+
+BREAKER_FAULT_SHARE: Final = 0.5
+"""Share of faults at which a breaker opens: half the work is wasted by then."""
+
+BREAKER_COOL_S: Final = 1.0
+"""Time a breaker stays open at first; it doubles with each failed probe."""
+
+BREAKER_COOL_MAX_S: Final = 30.0
+"""Longest such time: the storage is back in use at most this long after it works again."""
+
+BREAKER_PROBE_S: Final = 1.0
+"""Longest time of a probe; a storage that needs longer for one absent key is not back."""
+
+IN_FLIGHT_MAX: Final = 4096
+"""Most items in flight that an option may ask for."""
+
+HEDGED_CALLS_MAX: Final = 16
+"""Calls that may have a thread of their own for each of two reads; further ones are not hedged."""
+
+LAYER_QUEUE_BYTES: Final = 256 * MIB
+"""Default memory of objects on their way to one layer: 128 pages of 1 MiB twice over."""
+
+LAYER_QUEUE_ITEMS: Final = 4096
+"""Objects on their way to one layer, however small they are."""
+
+LAYER_BATCH: Final = 32
+"""Objects that are written to a layer in one call in the background."""
+
+LAYER_WRITE_S: Final = 30.0
+"""Deadline of one such call."""
+
+LAYER_RETRY_MAX_S: Final = 10.0
+"""Longest wait between two tries to write to a slow layer that fails."""
+
+LAYER_DRAIN_S: Final = 10.0
+"""Default time that closing waits for what a slow layer has not got yet."""

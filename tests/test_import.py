@@ -14,13 +14,17 @@ HEAVY = (
     "pytest", "hypothesis", "hicache_store.testing",
 )  # fmt: skip
 
+SDK = ("hicache_store.connectors.s3",)
+"""Modules that load a client library, and are themselves loaded when their scheme is opened."""
+
 PROBE = """
 import importlib, json, os, pkgutil, sys, threading
 for name in {modules!r}:
     module = importlib.import_module(name)
     if {walks!r} and hasattr(module, "__path__"):
         for found in pkgutil.walk_packages(module.__path__, name + "."):
-            importlib.import_module(found.name)
+            if not found.name.startswith({sdk!r}):
+                importlib.import_module(found.name)
 if {uses!r}:
     import hicache_store
     for name in dir(hicache_store):
@@ -35,7 +39,7 @@ print(json.dumps({{
 
 def probe(*modules: str, walks: bool = False, uses: bool = False) -> dict:
     """What a fresh interpreter looks like after importing ``modules``."""
-    code = PROBE.format(modules=modules, walks=walks, uses=uses)
+    code = PROBE.format(sdk=SDK, modules=modules, walks=walks, uses=uses)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, timeout=120

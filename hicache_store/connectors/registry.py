@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 
 from hicache_store.config import StoreUrl, parse_url
 from hicache_store.connectors.base import Connector
+from hicache_store.connectors.wrapping import split_options, wrapped
 from hicache_store.errors import ConfigurationError
 
 Factory: TypeAlias = Callable[[StoreUrl], Connector]
@@ -27,6 +28,12 @@ _BUILT_IN: Final = {
     for scheme, value in {
         "memory": "hicache_store.connectors.memory:connect",
         "file": "hicache_store.connectors.local:connect",
+        "layered": "hicache_store.connectors.layered:connect",
+        "s3": "hicache_store.connectors.s3:connect",
+        **dict.fromkeys(
+            ("redis", "rediss", "redis+cluster", "redis+sentinel", "unix", "valkey", "valkeys"),
+            "hicache_store.connectors.redis_connector:connect",
+        ),
     }.items()
 }
 
@@ -39,11 +46,14 @@ def known_schemes() -> list[str]:
 def open_connector(url: str) -> Connector:
     """Open the connector of ``url``.
 
-    Raises :class:`ConfigurationError` when the scheme is unknown, when what it needs is not
-    installed, or when the connector refuses an option.
+    The options of :data:`~hicache_store.connectors.wrapping.OPTIONS` are taken on any scheme. Raises
+    :class:`ConfigurationError` when the scheme is unknown, when what it needs is not installed, or
+    when the connector refuses an option.
     """
     parsed = parse_url(url)
-    return _load(_find(parsed.scheme))(parsed)
+    factory = _load(_find(parsed.scheme))
+    parsed, options = split_options(parsed, is_own=parsed.scheme in _BUILT_IN)
+    return wrapped(factory(parsed), options)
 
 
 def _find(scheme: str) -> EntryPoint:

@@ -1,0 +1,116 @@
+"""The shipped contract on ``s3://``, for every client and both faces.
+
+What all clients share, the engine and its landing threads, is tested once in full; the other clients
+run by default what depends on the client, and everything in the long runs.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from s3_places import AsyncAdapter, soak
+
+from hicache_store.connectors.registry import open_connector
+from hicache_store.testing.connector_contract import Connect, ConnectorContract
+from hicache_store.testing.s3_server import S3Server
+from hicache_store.testing.servers import S3Endpoint
+
+OPENERS = {
+    "obstore": open_connector,
+    "boto3": lambda url: open_connector(f"{url}&client=boto3"),
+    "aiobotocore": lambda url: open_connector(f"{url}&client=aiobotocore"),
+    "async": AsyncAdapter,
+}
+
+THE_CLIENT = (
+    "test_parts_land_where_they_belong",
+    "test_reading_no_bytes_still_checks",
+    "test_wrong_size_delivers_nothing",
+    "test_outcomes_keep_the_order_of_the_items",
+    "test_an_object_that_changes_under_a_read",
+    "test_large_objects_round_trip",
+    "test_past_deadline_reads_nothing",
+    "test_deadline_that_passes_midway",
+    "test_sources_are_used_once_and_copied",
+    "test_the_first_complete_object_stays",
+    "test_an_object_of_another_size_is_a_conflict",
+    "test_replacing_a_named_version",
+    "test_replacing_what_is_not_there",
+    "test_a_repair_that_loses_its_race",
+    "test_write_deadline_that_passes_midway",
+    "test_delete_removes_exactly_the_named",
+    "test_delete_of_a_named_version",
+    "test_scan_yields_what_lies_below_a_prefix",
+    "test_close_while_calls_run",
+    "test_closing_twice_and_using_after",
+    "test_use_after_fork_works_or_raises",
+)
+TOO_MUCH_FOR_MOTO = (
+    "test_ten_thousand_sizes_in_one_call",
+    "test_churn_of_writers_readers_and_deletes",
+    "test_handles_give_everything_back",
+)
+
+
+@pytest.fixture
+def open_at(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """Opens a client at an endpoint, below a prefix of the test's own."""
+    prefix = uuid.uuid4().hex
+
+    def open_client(client: str, url: str) -> object:
+        return OPENERS[client](f"s3://contract/{prefix}?endpoint={url}")
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    return open_client
+
+
+@pytest.fixture(scope="module")
+def moto(moto_endpoint: S3Endpoint) -> S3Endpoint:
+    moto_endpoint.make_bucket("contract")
+    return moto_endpoint
+
+
+@soak(*TOO_MUCH_FOR_MOTO)
+class TestMoto(ConnectorContract):
+    @pytest.fixture
+    def connect(self, moto: S3Endpoint, open_at) -> Connect:
+        return lambda: open_at("obstore", moto.url)
+
+
+@soak("but", *THE_CLIENT)
+@pytest.mark.parametrize("client", ["boto3", "async", pytest.param("aiobotocore", marks=pytest.mark.soak)])
+class TestMotoByOtherClients(ConnectorContract):
+    @pytest.fixture
+    def connect(self, moto: S3Endpoint, open_at, client: str) -> Connect:
+        return lambda: open_at(client, moto.url)
+
+
+@soak("but", *TOO_MUCH_FOR_MOTO)
+@pytest.mark.parametrize(
+    "client", ["obstore", *(pytest.param(c, marks=pytest.mark.soak) for c in ("boto3", "async"))]
+)
+class TestFastServer(ConnectorContract):
+    """A server that answers quickly, for what moto would take minutes for."""
+
+    @pytest.fixture
+    def server(self) -> Iterator[S3Server]:
+        with S3Server() as running:
+            yield running
+
+    @pytest.fixture
+    def connect(self, server: S3Server, open_at, client: str) -> Connect:
+        return lambda: open_at(client, server.endpoint)
+
+
+@soak(*TOO_MUCH_FOR_MOTO)
+class TestWithoutConditions(ConnectorContract):
+    """An older server that ignores If-None-Match and If-Match."""
+
+    @pytest.fixture
+    def connect(self, open_at) -> Iterator[Connect]:
+        with S3Server() as running:
+            running.ignores_conditions = True
+            yield lambda: open_at("obstore", running.endpoint)
