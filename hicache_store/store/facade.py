@@ -120,7 +120,9 @@ class Store:
         self, hashes: Sequence[str], *, pool: str = "kv", timeout_s: float | None = None
     ) -> LookupReport:
         """How many leading pages of a chain are stored for this rank. A hint, not a promise."""
-        return contains(self._context, self._binding(pool), hashes, self._deadline(timeout_s))
+        binding = self._binding(pool)
+        _check_hashes(hashes)
+        return contains(self._context, binding, hashes, self._deadline(timeout_s))
 
     def backup(
         self,
@@ -200,7 +202,8 @@ class Store:
         binding = self._binding(pool)
         if len(placements) != len(hashes):
             raise ConfigurationError(f"{len(hashes)} page hashes came with {len(placements)} placements")
-        self._check(binding, hashes, placements)
+        _check_hashes(hashes)
+        self._check(binding, placements)
         return lambda deadline: backup(
             self._context, binding, hashes, placements, deadline, first_page, elects=self._elects
         )
@@ -211,13 +214,12 @@ class Store:
         binding = self._binding(pool)
         if not binding.is_writable:
             raise ConfigurationError(f"pool {pool} has read-only buffers; nothing can be restored into them")
-        self._check(binding, hashes, placements)
+        _check_hashes(prefix)
+        _check_hashes(hashes)
+        self._check(binding, placements)
         return lambda deadline: restore(self._context, binding, hashes, placements, deadline, prefix)
 
-    def _check(self, binding: Binding, hashes: Sequence[str], placements: Sequence[Placement]) -> None:
-        for page_hash in hashes:
-            if _PAGE_HASH(page_hash) is None:
-                raise ConfigurationError(f"{page_hash!r} is not a page hash of 64 lower-case hex digits")
+    def _check(self, binding: Binding, placements: Sequence[Placement]) -> None:
         for placement in placements:
             check_placement(placement, binding.layout, binding.pool.page_size)
 
@@ -252,6 +254,13 @@ def _check_arguments(
         raise ConfigurationError(f"a store needs pools of different names, got {names}")
     for given in pools:
         manifest.check_pool(namespace, given.pool)
+
+
+def _check_hashes(hashes: Sequence[str]) -> None:
+    """Only digests may become part of a key."""
+    for page_hash in hashes:
+        if _PAGE_HASH(page_hash) is None:
+            raise ConfigurationError(f"{page_hash!r} is not a page hash of 64 lower-case hex digits")
 
 
 _PAGE_HASH = re.compile(r"[0-9a-f]{64}").fullmatch

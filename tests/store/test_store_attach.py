@@ -170,6 +170,15 @@ def test_misuse_raises_before_anything_moves(what: str, operation: str) -> None:
     assert place.objects() == {}
 
 
+@pytest.mark.parametrize("bad", ["../../etc/passwd", "a" * 63, "A" * 64, "g" * 64, "", "a" * 64 + "/x"])
+def test_nothing_but_a_digest_becomes_part_of_a_key(bad: str) -> None:
+    with attach_rank(Place(), POOL, "tp1pp1", Rank(), pages=2) as rank:
+        with pytest.raises(ConfigurationError, match="is not a page hash"):
+            rank.store.contains([*chain(1, 2), bad])
+        with pytest.raises(ConfigurationError, match="is not a page hash"):
+            rank.store.restore(chain(1, 2), rank.placements[:1], prefix=[bad])
+
+
 def test_other_misuse_raises_too() -> None:
     with attach_rank(Place(), POOL, "tp1pp1", Rank(), pages=2) as rank:
         with pytest.raises(ConfigurationError, match="2 page hashes came with 1 placements"):
