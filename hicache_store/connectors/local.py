@@ -39,7 +39,7 @@ from hicache_store.connectors.local_attach import Settings, attach, read_setting
 from hicache_store.connectors.local_io import PosixIO, is_absent
 from hicache_store.connectors.local_names import OBJECTS_DIR
 from hicache_store.connectors.local_read import Reader
-from hicache_store.connectors.local_root import Place, Root, used_at_ns, version_of
+from hicache_store.connectors.local_root import Place, Root, place_of, used_at_ns, version_of
 from hicache_store.connectors.local_scan import remove_dead_metadata_drafts, scan
 from hicache_store.connectors.local_sweep import Maintenance, SweepReport
 from hicache_store.connectors.local_write import WriteBatch, Writer
@@ -172,11 +172,10 @@ class LocalConnector:
         if self._account is None:
             return [_READ_ONLY] * len(writes)
         batch = WriteBatch(self._root.clock.second())
-        outcomes = self._each(writes, lambda write: self._writer.inspect(write, batch.second), deadline)
-        todo = [index for index, outcome in enumerate(outcomes) if outcome is None]
-        written = self._write([writes[index] for index in todo], batch, self._account, deadline)
-        fresh = iter(written)
-        return [next(fresh) if outcome is None else outcome for outcome in outcomes]
+        seen = self._each(writes, lambda write: self._writer.inspect(write, batch.second), deadline)
+        todo = [(write, at) for write, at in zip(writes, seen, strict=True) if not isinstance(at, Outcome)]
+        written = iter(self._write(todo, batch, self._account, deadline))
+        return [at if isinstance(at, Outcome) else next(written) for at in seen]
 
     def delete(
         self, keys: Sequence[str], deadline: Deadline, versions: Sequence[str | None] | None = None
@@ -256,16 +255,17 @@ class LocalConnector:
     # -- one item --------------------------------------------------------------------------
 
     def _size(self, key: str) -> int | Outcome:
-        def action(place: Place) -> int | Outcome:
-            found = self._root.look(place)
+        def action() -> int | Outcome:
+            found = self._root.look(place_of(key))
             return ABSENT if found is None or self._root.is_expired(key, found) else found.st_size
 
-        return self._root.guarded("look", key, action)
+        return self._root.guarded("look", action)
 
     def _touch(self, touch: Touch, second: int) -> Outcome:
         root = self._root
 
-        def action(place: Place) -> Outcome:
+        def action() -> Outcome:
+            place = place_of(touch.key)
             found = root.look(place)
             if found is None or root.is_expired(touch.key, found):
                 return ABSENT
@@ -278,12 +278,13 @@ class LocalConnector:
                 raise
             return OK
 
-        return root.guarded("touch", touch.key, action)
+        return root.guarded("touch", action)
 
     def _delete(self, key: str, version: str | None, freed: list[int], claim: Claim) -> Outcome:
         root = self._root
 
-        def action(place: Place) -> Outcome:
+        def action() -> Outcome:
+            place = place_of(key)
             found = root.look(place)
             if found is None:
                 return ABSENT
@@ -300,7 +301,7 @@ class LocalConnector:
             freed.append(0 if key.startswith(META_PREFIX) else found.st_size)
             return OK
 
-        return root.guarded("delete", key, action)
+        return root.guarded("delete", action)
 
     # -- batches ---------------------------------------------------------------------------
 
@@ -336,15 +337,15 @@ class LocalConnector:
         return self._in_slices(items, step, deadline)
 
     def _write(
-        self, writes: Sequence[Write], batch: WriteBatch, account: Account, deadline: Deadline
+        self, items: Sequence[tuple[Write, Place]], batch: WriteBatch, account: Account, deadline: Deadline
     ) -> list[Outcome]:
-        """Reserve room for ``writes`` and store them; those without room are refused."""
-        if not writes:
+        """Reserve room for the writes and store them; those without room are refused."""
+        if not items:
             return []
         outcomes: dict[int, Outcome] = {}
         counted: list[int] = []
         quota_bytes = account.quota_bytes
-        for index, write in enumerate(writes):
+        for index, (write, _) in enumerate(items):
             if write.key.startswith(META_PREFIX):
                 continue
             if quota_bytes is not None and write.size_bytes > quota_bytes:
@@ -352,7 +353,7 @@ class LocalConnector:
                 outcomes[index] = Outcome(Status.REFUSED, detail)
             else:
                 counted.append(index)
-        reservation = self._reserve(account, [writes[index].size_bytes for index in counted], deadline)
+        reservation = self._reserve(account, [items[index][0].size_bytes for index in counted], deadline)
         if isinstance(reservation, Reservation):
             granted, after = reservation.granted, lambda: account.settle(reservation, batch.stored_bytes)
             refusal = TIMED_OUT if deadline.is_past else Outcome(Status.REFUSED, reservation.reason)
@@ -361,13 +362,13 @@ class LocalConnector:
         outcomes.update((index, refusal) for index in counted[granted:])
         uncounted = WriteBatch(batch.second)
 
-        def step(write: Write, claim: Claim) -> Outcome:
-            is_counted = not write.key.startswith(META_PREFIX)
-            return self._writer.write(write, claim, batch if is_counted else uncounted)
+        def step(item: tuple[Write, Place], claim: Claim) -> Outcome:
+            is_counted = not item[0].key.startswith(META_PREFIX)
+            return self._writer.write(*item, claim, batch if is_counted else uncounted)
 
-        todo = [write for index, write in enumerate(writes) if index not in outcomes]
+        todo = [item for index, item in enumerate(items) if index not in outcomes]
         written = iter(self._workers.run(todo, step, deadline, after))
-        return [outcomes.get(index) or next(written) for index in range(len(writes))]
+        return [outcomes.get(index) or next(written) for index in range(len(items))]
 
     def _reserve(self, account: Account, sizes: list[int], deadline: Deadline) -> Reservation | Outcome:
         def step(given: list[int], claim: Claim) -> Reservation:

@@ -9,7 +9,7 @@ from typing import Final
 from hicache_store.connectors.base import ABSENT, TIMED_OUT, Outcome, Part, Read, Status
 from hicache_store.connectors.batch import Claim
 from hicache_store.connectors.local_io import is_absent
-from hicache_store.connectors.local_root import Place, Root, require_file, version_of
+from hicache_store.connectors.local_root import Place, Root, place_of, require_file, version_of
 from hicache_store.connectors.local_transfer import Scratch, scatter
 
 _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK  # a FIFO in place of an object must not block the open
@@ -29,7 +29,7 @@ class Reader:
 
     def __call__(self, read: Read, claim: Claim) -> Outcome:
         """Read one object; nothing is raised."""
-        return self._root.guarded("read", read.key, lambda place: self._read(read, place, claim))
+        return self._root.guarded("read", lambda: self._read(read, place_of(read.key), claim))
 
     def _read(self, read: Read, place: Place, claim: Claim) -> Outcome:
         root = self._root

@@ -126,10 +126,10 @@ class Root:
             return False
         return found.st_mtime_ns < (self.clock.now_s() - self._ttl_s) * NANO
 
-    def guarded(self, what: str, key: str, action: Callable[[Place], T]) -> T | Outcome:
-        """Run ``action`` on the place of ``key``; whatever it raises fails this item and is counted."""
+    def guarded(self, what: str, action: Callable[[], T]) -> T | Outcome:
+        """Run ``action`` for one item; whatever it raises fails this item and is counted."""
         try:
-            return action(place_of(key))
+            return action()
         except NameFormatError as error:
             return Outcome(Status.FAILED, str(error))
         except HandleError:

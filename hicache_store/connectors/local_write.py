@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from hicache_store.connectors.base import META_PREFIX, TIMED_OUT, Outcome, Status, Write
+from hicache_store.connectors.base import META_PREFIX, OK, TIMED_OUT, Outcome, Status, Write
 from hicache_store.connectors.batch import Claim
 from hicache_store.connectors.local_io import is_absent
 from hicache_store.connectors.local_publish import Draft
-from hicache_store.connectors.local_root import Place, Root, used_at_ns, version_of
+from hicache_store.connectors.local_root import Place, Root, place_of, used_at_ns, version_of
 from hicache_store.connectors.local_transfer import Scratch, gather
 from hicache_store.connectors.local_tree import Directory
 
+T = TypeVar("T")
 _PUBLISH_TRIES = 3
+_EXISTS = Outcome(Status.EXISTS)
 
 
 class WriteBatch:
@@ -50,20 +51,25 @@ class Writer:
         self._root = root
         self._scratch = Scratch() if bounces else None
 
-    def inspect(self, write: Write, second: int) -> Outcome | None:
-        """What becomes of ``write`` by what is there now; ``None`` when its bytes are to be written."""
+    def inspect(self, write: Write, second: int) -> Outcome | Place:
+        """What becomes of ``write`` by what is there now, or the place where its bytes are to go."""
         if write.size_bytes <= 0:
             return Outcome(Status.REFUSED, "an object has at least one byte")
-        return self._root.guarded("write", write.key, lambda place: judge(self._root, write, place, second))
 
-    def write(self, write: Write, claim: Claim, batch: WriteBatch) -> Outcome:
+        def action() -> Outcome | Place:
+            place = place_of(write.key)
+            return judge(self._root, write, place, second) or place
+
+        return self._root.guarded("write", action)
+
+    def write(self, write: Write, place: Place, claim: Claim, batch: WriteBatch) -> Outcome:
         """Store the bytes of one object; nothing is raised."""
         root = self._root
 
-        def action(place: Place) -> Outcome:
+        def action() -> Outcome:
             return _Creation(root, write, place, claim, batch).run(self._scratch)
 
-        return root.guarded("write", write.key, action)
+        return root.guarded("write", action)
 
 
 class _Creation:
@@ -76,53 +82,66 @@ class _Creation:
         self._claim = claim
         self._batch = batch
         self._publisher = root.publisher()
+        self._published: os.stat_result | None = None
 
     def run(self, scratch: Scratch | None) -> Outcome:
         """Store the object. With ``scratch``, a claim that was lost leaves no object behind."""
         if scratch is None:
-            return self._store(_lent(self._write))
+            return self._store(None)
         memory = scratch.take(self._write.size_bytes)[: self._write.size_bytes]
         if not self._claim.enter():
             return TIMED_OUT
         try:
-            with _lent(self._write) as views:
-                gather(views, memory)
+            self._use_source(lambda views: gather(views, memory))
         finally:
             self._claim.leave()
-        return self._store(contextlib.nullcontext([memory]), may_be_lost=True)
+        return self._store(memory)
 
-    def _store(
-        self, source: AbstractContextManager[Sequence[memoryview]], may_be_lost: bool = False
-    ) -> Outcome:
+    def _store(self, memory: memoryview | None) -> Outcome:
+        """Write the bytes of ``memory``, or of the source itself, and publish them."""
         directory, draft = self._begin()
         try:
-            outcome = self._fill_and_publish(draft, source)
-            if may_be_lost and outcome.status is Status.OK and not self._claim.enter():
-                self._withdraw(directory.fd, outcome)
+            outcome = self._fill_and_publish(draft, memory)
+            published = self._published
+            if memory is not None and published is not None and not self._claim.enter():
+                self._withdraw(directory.fd, published)
                 return TIMED_OUT
             return outcome
         finally:
             self._root.tree.give_back(directory)
 
-    def _fill_and_publish(
-        self, draft: Draft, source: AbstractContextManager[Sequence[memoryview]]
-    ) -> Outcome:
-        root, write = self._root, self._write
+    def _fill_and_publish(self, draft: Draft, memory: memoryview | None) -> Outcome:
+        root, write, is_cancelled = self._root, self._write, self._claim.is_cancelled
+
+        def move(views: Sequence[memoryview]) -> int:
+            return root.mover.write(draft.fd, views, is_cancelled)
+
         try:
-            with source as views:
-                written = root.mover.write(draft.fd, views, self._claim.is_cancelled)
+            written = self._use_source(move) if memory is None else move([memory])
             if written != write.size_bytes:
-                if self._claim.is_cancelled():
+                if is_cancelled():
                     return TIMED_OUT
                 root.metrics.add("file.write_short")
                 return Outcome(Status.FAILED, f"only {written} of {write.size_bytes} bytes were written")
             found = self._publisher.finish(draft, used_at_ns(self._batch.second, write.depth))
-            return TIMED_OUT if self._claim.is_cancelled() else self._publish(draft, found)
+            return TIMED_OUT if is_cancelled() else self._publish(draft, found)
         finally:
             try:
                 self._publisher.discard(draft)
             except OSError:
                 root.metrics.add("file.discard_failed")
+
+    def _use_source(self, action: Callable[[Sequence[memoryview]], T]) -> T:
+        """Run ``action`` on the views of the source, which must hold exactly the object."""
+        source, size_bytes = self._write.source, self._write.size_bytes
+        try:
+            views = source.buffers()
+            given = sum(view.nbytes for view in views)
+            if given != size_bytes:
+                raise ValueError(f"the source gave {given} bytes, not {size_bytes}")
+            return action(views)
+        finally:
+            source.release()
 
     def _begin(self) -> tuple[Directory, Draft]:
         """The directory, lent, and the new file; again if the directory had been removed behind us."""
@@ -144,8 +163,9 @@ class _Creation:
             if self._write.replace is not None:
                 return self._replace(draft, found, self._root.look(place))
             if self._publisher.publish(draft, self._name):
-                self._batch.add(found.st_size)
-                return Outcome(Status.OK, version=version_of(found))
+                return self._stored(found, found.st_size)
+            if self._claim.is_cancelled():
+                return TIMED_OUT  # nobody hears of it, so it must not pass for a use of the object
             outcome = judge(self._root, self._write, place, self._batch.second)
             if outcome is not None:
                 return outcome
@@ -158,15 +178,19 @@ class _Creation:
         assert there is not None
         self._publisher.replace(draft, self._name)
         # A file that grew behind our back was counted at its right size: never take off more.
-        self._batch.add(max(0, found.st_size - there.st_size))
-        return Outcome(Status.OK, version=version_of(found))
+        return self._stored(found, max(0, found.st_size - there.st_size))
 
-    def _withdraw(self, directory_fd: int, outcome: Outcome) -> None:
-        """Take back an object that came after its call had returned without it."""
+    def _stored(self, found: os.stat_result, added_bytes: int) -> Outcome:
+        self._published = found
+        self._batch.add(added_bytes)
+        return OK
+
+    def _withdraw(self, directory_fd: int, published: os.stat_result) -> None:
+        """Take back an object that came after its call had returned without it, unless it was used."""
         io = self._root.io
         try:
             there = io.stat(self._name, dir_fd=directory_fd)
-            if version_of(there) != outcome.version:
+            if (there.st_ino, there.st_mtime_ns) != (published.st_ino, published.st_mtime_ns):
                 return
             io.unlink(self._name, dir_fd=directory_fd)
         except OSError:
@@ -186,7 +210,7 @@ def judge(root: Root, write: Write, place: Place, second: int) -> Outcome | None
         detail = f"there are {found.st_size} bytes, not {write.size_bytes}"
         return Outcome(Status.CONFLICT, detail, version_of(found))
     if write.key.startswith(META_PREFIX):
-        return Outcome(Status.EXISTS, version=version_of(found))
+        return _EXISTS
     return _refresh(root, write, place, found, used_at_ns(second, write.depth))
 
 
@@ -201,8 +225,7 @@ def _refresh(root: Root, write: Write, place: Place, found: os.stat_result, mtim
         if root.is_expired(write.key, found):
             raise
         root.metrics.add("file.touch_failed")
-        return Outcome(Status.EXISTS, version=version_of(found))
-    return Outcome(Status.EXISTS, version=f"{found.st_ino:x}-{mtime_ns:x}")
+    return _EXISTS
 
 
 def _mismatch(write: Write, found: os.stat_result | None) -> Outcome | None:
@@ -212,16 +235,3 @@ def _mismatch(write: Write, found: os.stat_result | None) -> Outcome | None:
     if version != write.replace:
         return Outcome(Status.CONFLICT, "the object is of another version", version)
     return None
-
-
-@contextlib.contextmanager
-def _lent(write: Write) -> Iterator[Sequence[memoryview]]:
-    """The views of the source, which hold exactly the object; given back at the end."""
-    try:
-        views = write.source.buffers()
-        given = sum(view.nbytes for view in views)
-        if given != write.size_bytes:
-            raise ValueError(f"the source gave {given} bytes, not {write.size_bytes}")
-        yield views
-    finally:
-        write.source.release()

@@ -13,9 +13,7 @@ from hicache_store.testing.connector_contract import Connect, ConnectBounded, Co
 OPTIONS = {
     "direct": "io=direct&threads=3",
     "bounce": "io=bounce&threads=3",
-    "one thread": "io=direct&threads=1",
     "O_DIRECT": "io=direct&threads=2&direct_io=1",
-    "bounce and O_DIRECT": "io=bounce&threads=2&direct_io=1",
 }
 
 
