@@ -237,6 +237,9 @@ S3_LOOKUP_CONCURRENCY: Final = 64
 S3_INFLIGHT_BYTES: Final = 256 * MIB
 """Bodies of one S3 handle in memory at a time: 32 objects of the largest usual size."""
 
+S3_BUFFERS_KEEP_BYTES: Final = 64 * MIB
+"""Memory for bodies kept between PUTs: new memory costs more in page faults than the copy into it."""
+
 S3_OPERATION_TIMEOUT_S: Final = 10.0
 """Default limit of one request, its body included: 8 MiB at 1 MB/s. Slower is as good as a miss."""
 

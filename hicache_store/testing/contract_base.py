@@ -29,6 +29,10 @@ SETTLE_S = 2.0
 class ContractBase:
     """The fixtures of the contract; ``connect`` is the one every connector overrides."""
 
+    attempts_max = 1
+    """Times a target may go through its whole protocol in one call. A connector that tries another copy
+    after a failure sets how many it may try."""
+
     @pytest.fixture
     def connect(self) -> Connect:
         """Override: a callable that opens another handle on the place under test."""
@@ -129,6 +133,15 @@ def assert_absent(connector: Connector, keys: Sequence[str], size_bytes: int = 6
     assert all(target.events == [] and target.is_untouched for _, target in pairs)
     for key in keys:
         assert key not in [entry.key for entry in connector.scan(key)]
+
+
+def last_attempt(target: ProbeTarget, attempts_max: int) -> list[str]:
+    """The calls of the last of at most ``attempts_max`` equal attempts."""
+    length = target.events.index("release") + 1
+    attempts = [target.events[at : at + length] for at in range(0, len(target.events), length)]
+    assert all(one == attempts[0] for one in attempts), target.events
+    assert len(attempts) <= attempts_max, target.events
+    return attempts[-1]
 
 
 def probe(write: Write) -> ProbeSource:
