@@ -9,7 +9,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 
-from benchmarks import copies, files, layouts, planning, topologies
+from benchmarks import copies, files, layouts, planning, redis, topologies
 from benchmarks.measure import Row, print_table
 
 Tables = Iterator[tuple[str, list[Row]]]
@@ -45,6 +45,10 @@ def _topologies(given: argparse.Namespace) -> Tables:
     yield f"cross topology, files on {given.tmpfs}", rows
 
 
+def _redis(given: argparse.Namespace) -> Tables:
+    yield from redis.run(threads=given.threads, pages=given.pages, rounds=given.rounds)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "copies": _copies,
     "planning": _planning,
@@ -52,6 +56,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "layouts": _layouts,
     "topologies": _topologies,
     "cold": _cold,
+    "redis": _redis,
 }
 
 
