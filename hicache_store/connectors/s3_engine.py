@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hicache_store.connectors.base import ABSENT, OK, Entry, Outcome, Read, Status, Write
 from hicache_store.connectors.batch import failure
 from hicache_store.connectors.s3_gate import Gate
-from hicache_store.connectors.s3_landing import Batch, collect, deliver
+from hicache_store.connectors.s3_landing import Batch, Buffers, collect, deliver
 from hicache_store.connectors.s3_plane import (
     Body,
     Condition,
@@ -30,6 +30,7 @@ from hicache_store.connectors.s3_settings import PROBE_PREFIX, S3Settings, objec
 from hicache_store.connectors.s3_threads import Threads
 from hicache_store.errors import NameFormatError
 from hicache_store.limits import (
+    S3_BUFFERS_KEEP_BYTES,
     S3_DELETE_BATCH,
     S3_INFLIGHT_BYTES,
     S3_LOOKUP_CONCURRENCY,
@@ -73,6 +74,7 @@ class S3Engine:
         self._landing = landing
         self._gate = Gate(settings.concurrency, S3_INFLIGHT_BYTES)
         self._lookups = Gate(S3_LOOKUP_CONCURRENCY, 0)
+        self._buffers = Buffers(S3_BUFFERS_KEEP_BYTES)
         self._renewal = asyncio.Lock()
         self._renewed_at = float("-inf")
         self._renewals = 0
@@ -199,12 +201,14 @@ class S3Engine:
         decided = await self._judge(write, key)
         if decided is not None:
             return decided
-        body = await self._land(lambda: collect(write, batch))
+        body = await self._land(lambda: collect(write, batch, self._buffers))
         if isinstance(body, Outcome):
             return body
         for _ in range(S3_PUT_TRIES):
             outcome = await self._put(write, key, body)
             if outcome is not None:
+                if outcome.status is Status.OK:  # else the client may not be done with the body
+                    self._buffers.give_back(body)
                 return outcome
         detail = f"the key was taken and freed {S3_PUT_TRIES} times over"
         return Outcome(Status.FAILED, detail, is_transient=True)

@@ -97,6 +97,38 @@ class Batch:
             return self._entered > 0
 
 
+class Buffers:
+    """Memory for bodies of PUTs, given out again warm. At most ``keep_bytes`` lie idle.
+
+    Only memory that no request can still read may be given back.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._idle: dict[int, list[memoryview]] = {}
+        self._idle_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Memory of exactly ``size_bytes``, with any content."""
+        with self._lock:
+            idle = self._idle.get(size_bytes)
+            if idle:
+                self._idle_bytes -= size_bytes
+                return idle.pop()
+        return np.empty(size_bytes, np.uint8).data
+
+    def give_back(self, memory: memoryview) -> None:
+        """Keep ``memory`` for the next body of its size."""
+        with self._lock:
+            if self._idle_bytes + len(memory) > self._keep_bytes:
+                self._idle.clear()  # sizes that are no longer written must not fill it for ever
+                self._idle_bytes = 0
+            if len(memory) <= self._keep_bytes:
+                self._idle.setdefault(len(memory), []).append(memory)
+                self._idle_bytes += len(memory)
+
+
 def deliver(read: Read, bodies: Sequence[Body], batch: Batch, index: int) -> None:
     """Copy what was fetched, range by range of ``read.fetched``, into the target, and record it."""
     if not batch.enter():
@@ -107,12 +139,12 @@ def deliver(read: Read, bodies: Sequence[Body], batch: Batch, index: int) -> Non
         batch.leave()
 
 
-def collect(write: Write, batch: Batch) -> memoryview | Outcome:
+def collect(write: Write, batch: Batch, buffers: Buffers) -> memoryview | Outcome:
     """The bytes of a source in memory of our own, or why there are none."""
     if not batch.enter():
         return TIMED_OUT
     try:
-        return _collected(write)
+        return _collected(write, buffers)
     except Exception as error:
         return failure(error)
     finally:
@@ -149,13 +181,13 @@ def _within(read: Read, bodies: Sequence[Body], start: int, stop: int) -> memory
     raise ValueError(f"bytes {start} to {stop} were not among the ranges of the read")
 
 
-def _collected(write: Write) -> memoryview:
+def _collected(write: Write, buffers: Buffers) -> memoryview:
     try:
         views = write.source.buffers()
         given = sum(view.nbytes for view in views)
         if given != write.size_bytes:
             raise ValueError(f"the source gave {given} bytes, not {write.size_bytes}")
-        memory = np.empty(given, np.uint8).data  # never filled with zeros first
+        memory = buffers.take(given)
         gather(views, memory)
         return memory
     finally:
