@@ -70,7 +70,7 @@ class ObjectName:
             raise NameFormatError(
                 f"{text!r} is not an object name: it needs five parts and starts with {FORMAT}/"
             )
-        _, namespace, fan, page_hash, leaf = parts
+        _, namespace, _, page_hash, leaf = parts
         match = _LEAF.fullmatch(leaf)
         if match is None or not _HEX64.fullmatch(namespace) or not _HEX64.fullmatch(page_hash):
             raise NameFormatError(f"{text!r} is not an object name")
@@ -89,7 +89,7 @@ class ObjectName:
         except ValueError as error:
             raise NameFormatError(f"{text!r} is not an object name: {error}") from error
         is_empty = any(span is not None and not len(span) for span in (name.heads, name.layers, tokens))
-        if str(name) != text or fan != page_hash[:2] or is_empty or name.pages < 1:
+        if str(name) != text or is_empty or name.pages < 1:
             raise NameFormatError(f"{text!r} is not in the one form an object name has")
         return name
 

@@ -81,11 +81,10 @@ def _union(bounds: np.ndarray) -> np.ndarray:
 
 def _slots_meet(runs: np.ndarray, stride: int, slots: int) -> bool:
     starts, ends = runs
-    if int(np.max(ends - starts)) > stride:
-        return True
     turns, residues = np.divmod(starts, stride)
     stops = residues + (ends - starts)
-    # A run over a multiple of the stride is two: the second begins at residue 0 one turn later.
+    # A run over a multiple of the stride is two: the second begins at residue 0 one turn later. In a
+    # run longer than the stride both have a residue in common, which tells that slots overlap.
     wraps = stops > stride
     first = np.concatenate([residues, np.zeros(int(wraps.sum()), dtype=np.int64)])
     last = np.concatenate([np.minimum(stops, stride), stops[wraps] - stride])

@@ -49,7 +49,7 @@ class PieceRead:
     @property
     def trailer_bytes(self) -> int:
         """Fetched bytes of the trailer."""
-        return sum(max(0, fetch.stop - max(fetch.start, self.format.payload_bytes)) for fetch in self.fetches)
+        return sum(max(0, fetch.stop - self.format.payload_bytes) for fetch in self.fetches)
 
     @property
     def over_read_bytes(self) -> int:

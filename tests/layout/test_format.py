@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fewer import FEWER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,6 +126,7 @@ def test_the_cell_rule_is_the_oracles_and_keeps_cells_in_bounds(layers: int) -> 
             assert run == layers
 
 
+@FEWER
 @given(pools(), st.data())
 def test_cells_tile_the_payload_in_order_and_never_cross_a_head(pool: Pool, data: st.DataObject) -> None:
     shape = ObjectFormat.of(pool, data.draw(sub_boxes(pool.page_box)))
@@ -259,6 +261,7 @@ def test_the_trailer_of_the_description_by_hand() -> None:
     assert int.from_bytes(SEED.digest[:8], "little") == SEED.seed
 
 
+@FEWER
 @given(st.data())
 def test_sealing_and_checking_a_gather_list_is_that_of_its_bytes(data: st.DataObject) -> None:
     shape = ObjectFormat(
@@ -281,6 +284,7 @@ def test_sealing_and_checking_a_gather_list_is_that_of_its_bytes(data: st.DataOb
     assert shape.check_cells(SEED, trailer, range(shape.cells), bad) is Verdict.CORRUPT
 
 
+@FEWER
 @given(st.data())
 def test_some_cells_of_a_fetched_range_are_proven_without_the_others(data: st.DataObject) -> None:
     shape = ObjectFormat(heads=3, layers=5, layer_bytes=7, layers_per_cell=2)

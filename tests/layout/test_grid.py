@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from fewer import FEWER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def tiles(box: Box, chunks: tuple[Box, ...]) -> bool:
     return bool(np.array_equal(count, inside))
 
 
+@FEWER
 @given(st.data())
 def test_a_writers_own_grid_tiles_its_box_whatever_the_cap(data: st.DataObject) -> None:
     pool = data.draw(pools())
@@ -51,6 +53,7 @@ def test_a_writers_own_grid_tiles_its_box_whatever_the_cap(data: st.DataObject) 
         assert all(pool.payload_bytes(c) <= cap or len(c.layers) == 1 for c in chunks)
 
 
+@FEWER
 @given(st.data())
 def test_all_ranks_of_a_stage_announce_one_grid(data: st.DataObject) -> None:
     pool = data.draw(pools())
@@ -62,6 +65,7 @@ def test_all_ranks_of_a_stage_announce_one_grid(data: st.DataObject) -> None:
     assert all(len(found) == 1 for found in by_stage.values())
 
 
+@FEWER
 @given(st.data())
 def test_any_grid_over_a_stage_tiles_the_box_of_each_of_its_ranks(data: st.DataObject) -> None:
     pool = data.draw(pools())
@@ -76,6 +80,7 @@ def test_any_grid_over_a_stage_tiles_the_box_of_each_of_its_ranks(data: st.DataO
             assert tiles(mine, grid.chunks_within(mine))
 
 
+@FEWER
 @given(st.data())
 def test_chunks_within_tiles_or_refuses_and_does_not_guess(data: st.DataObject) -> None:
     pool = data.draw(pools())
@@ -171,6 +176,7 @@ def test_a_grid_of_a_side_pool_carries_the_name_its_objects_carry() -> None:
     assert fixed_grid(pool, heads_per_object=1, layers_per_object=1, stage=stage).pool == pool.key_name
 
 
+@FEWER
 @given(st.data())
 def test_chunks_of_two_grids_cover_a_box_together_where_each_place_is_in_one_of_them(
     data: st.DataObject,

@@ -31,7 +31,8 @@ EQUAL = Pool("kv", 5, 6, (KVPart("k", 4), KVPart("v", 4)), BF16, 3)
 UNEQUAL = Pool("kv", 5, 6, (KVPart("k", 6), KVPart("v", 4)), BF16, 3)
 LATENT = Pool("kv", 5, 1, (KVPart("latent", 5),), BF16, 3)
 NIBBLES = Pool("kv", 5, 6, (KVPart("k", 6), KVPart("v", 4)), DType.of("float4_e2m1"), 3)
-POOLS = {"equal": EQUAL, "unequal": UNEQUAL, "mla": LATENT, "4 bits": NIBBLES}
+THREE = Pool("kv", 5, 6, (KVPart("k", 4), KVPart("v", 2), KVPart("scale", 1)), BF16, 3)
+POOLS = {"equal": EQUAL, "unequal": UNEQUAL, "mla": LATENT, "4 bits": NIBBLES, "three": THREE}
 
 
 def addresses(layout: Layout, part: int, head: int, layer: int, slot: int, token: int) -> dict[int, tuple]:
@@ -266,6 +267,41 @@ def test_a_slot_that_reaches_into_the_next_layer_is_refused_however_far_the_slot
     box = replace(EQUAL.page_box, layers=Span(0, 2))
     with pytest.raises(ConfigurationError, match="overlap"):
         check_layout(EQUAL, Layout("sparse", box, 5, 3, tuple(sparse)))
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("name", ENGINE_AXES)
+def test_a_buffer_described_with_more_slots_than_it_has_is_refused_unless_slots_are_outermost(
+    name: str, kind: str
+) -> None:
+    """Among them K slots that grow into the V block behind them, whose slots are of another size."""
+    pool = POOLS[kind]
+    for layers in (1, 5):
+        box = replace(pool.page_box, layers=Span(0, layers))
+        more = replace(engine_layout(name, pool, box, slots=5), slots=6)
+        inner = {"kv": len(pool.parts), "layer": layers}
+        outside = [axis for axis in ENGINE_AXES[name][: ENGINE_AXES[name].index("slot")] if inner[axis] > 1]
+        if outside:
+            with pytest.raises(ConfigurationError, match="overlap"):
+                check_layout(pool, more)
+        else:
+            check_layout(pool, more)
+
+
+def test_slots_of_unlike_sizes_that_interleave_are_refused_for_they_cannot_be_compared() -> None:
+    k, v = strided().fields
+    check_layout(EQUAL, Layout("apart", EQUAL.page_box, 5, 3, (k, replace(v, offset=5 * k.slot_stride))))
+    mixed = Layout("mixed", EQUAL.page_box, 5, 3, (k, replace(v, slot_stride=2 * v.slot_stride)))
+    with pytest.raises(ConfigurationError, match="overlap"):
+        check_layout(EQUAL, mixed)
+
+
+def test_a_slot_longer_than_the_distance_to_the_next_is_refused() -> None:
+    pool = Pool("kv", 1, 1, (KVPart("k", 8),), BF16, 4)
+    right = engine_layout("layer_first", pool, pool.page_box, slots=2)
+    short = replace(right.fields[0], slot_stride=48)
+    with pytest.raises(ConfigurationError, match="overlap"):
+        check_layout(pool, replace(right, fields=(short,)))
 
 
 @given(st.data())

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fewer import FEWER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def test_rows_are_counted_in_whole_bytes_for_every_dtype(dtype: DType) -> None:
             ModelKV(1, 1, (KVPart("k", 3),), dtype, Attention.MHA).pool(1)
 
 
+@FEWER
 @given(pools(), st.data())
 def test_payload_bytes_count_every_element_once(main: Pool, data: st.DataObject) -> None:
     box = main.page_box

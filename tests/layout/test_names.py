@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fewer import FEWER
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -50,11 +51,13 @@ names = st.builds(
 )
 
 
+@FEWER
 @given(names)
 def test_a_name_is_read_back_as_it_was(name: ObjectName) -> None:
     assert ObjectName.parse(str(name)) == name
 
 
+@FEWER
 @given(names)
 def test_d02_every_part_of_a_key_stays_far_below_the_limits_of_file_systems_and_object_stores(
     name: ObjectName,

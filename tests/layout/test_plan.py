@@ -1,64 +1,32 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise, product
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moving import backup, bound, poisoned, restore
 
-from hicache_store.errors import ConfigurationError
 from hicache_store.kernels.strided import pack, unpack
 from hicache_store.layout.box import Box, Span
 from hicache_store.layout.dtypes import ALL_DTYPES, DType
-from hicache_store.layout.layouts import Layout, check_layout, engine_layout
+from hicache_store.layout.layouts import Field, Layout, check_layout, engine_layout
 from hicache_store.layout.model import KVPart, ModelKV, Pool
 from hicache_store.layout.plan import (
-    CopyPlan,
     Placement,
     Segment,
-    check_placement,
     placement_of_blocks,
     placement_of_slot,
     plan_copy,
 )
 from hicache_store.testing.engine_forms import ENGINE_FORMS, EngineForm
-from hicache_store.testing.oracle import Dense, EnginePool, dense_page, layout_of_views, object_payload
-from hicache_store.testing.probes import POISON
-from hicache_store.testing.strategies import engine_pools, placements, pools, sub_boxes
+from hicache_store.testing.oracle import Dense, EnginePool, dense_page, object_payload
+from hicache_store.testing.strategies import cuts, engine_pools, placements, pools, sub_boxes
 
 BF16 = DType.of("bfloat16")
 SMALL = Pool("kv", 3, 4, (KVPart("k", 4), KVPart("v", 4)), BF16, 64)
 FORMS = pytest.mark.parametrize("form", ENGINE_FORMS, ids=lambda form: form.label)
-
-
-def bound(
-    pool: Pool, layout: Layout, object_box: Box, piece: Box, placement: Placement
-) -> Iterator[tuple[CopyPlan, Segment]]:
-    first = object_box.tokens.start
-    for segment in placement:
-        yield (
-            plan_copy(pool, layout, object_box, piece, Span(first, first + segment.tokens)),
-            segment,
-        )
-        first += segment.tokens
-
-
-def poisoned(size: int) -> bytearray:
-    return bytearray([POISON]) * size
-
-
-def restore(engine: EnginePool, payload: bytes, object_box: Box, piece: Box, placement: Placement) -> None:
-    for plan, segment in bound(engine.pool, engine.layout(), object_box, piece, placement):
-        unpack(plan, segment, engine.buffers(), memoryview(payload))
-
-
-def backup(engine: EnginePool, object_box: Box, placement: Placement) -> bytes:
-    payload = poisoned(engine.pool.payload_bytes(object_box))
-    for plan, segment in bound(engine.pool, engine.layout(), object_box, object_box, placement):
-        pack(plan, segment, engine.buffers(), memoryview(payload))
-    return bytes(payload)
 
 
 def expected(engine: EnginePool, dense: Dense, piece: Box, placement: Placement) -> list[bytes]:
@@ -246,154 +214,80 @@ def test_a_latent_has_one_run_a_layer_or_one_in_all() -> None:
     }
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(0, 5),
-    st.lists(st.integers(0, 99), unique=True, max_size=40),
-)
-def test_a45_a_page_lies_where_its_tokens_are_whatever_the_blocks(
-    page_size: int, block: int, page: int, blocks: list[int]
-) -> None:
-    """Counting blocks by rounding the length up forgets that the first one starts in its middle."""
-    tokens = range(page * page_size, (page + 1) * page_size)
-    if (tokens[-1] // block) >= len(blocks):
-        with pytest.raises(ConfigurationError, match=f"page {page} of {page_size} tokens needs block"):
-            placement_of_blocks(blocks, page, page_size, block)
-        return
-    placement = placement_of_blocks(blocks, page, page_size, block)
-    spots = [(s.slot, s.slot_token + i) for s in placement for i in range(s.tokens)]
-    assert spots == [(blocks[token // block], token % block) for token in tokens]
-    assert len({segment.slot for segment in placement}) == len(placement)
-    assert all(segment.tokens > 0 for segment in placement)
+def test_heads_evenly_apart_in_a_buffer_but_not_in_the_object_are_no_single_axis() -> None:
+    """Heads 0, 1 and 3 side by side, head 2 elsewhere."""
+    pool = Pool("kv", 1, 4, (KVPart("k", 2),), BF16, 3)
+    row = 2 * 2
+    fields = tuple(
+        Field(buffer, 0, Span(head, head + 1), Span(0, 1), Span(0, 2), place * 3 * row, row, row, 999, row, 2)
+        for head, buffer, place in ((0, 0, 0), (1, 0, 1), (3, 0, 2), (2, 1, 0))
+    )
+    layout = Layout("gap", pool.page_box, 1, 3, fields)
+    check_layout(pool, layout)
+    dense = dense_page(pool)
+    payload = object_payload(dense, pool.page_box)
+    buffers = [bytearray(9 * row), bytearray(3 * row)]
+    plan = plan_copy(pool, layout, pool.page_box, pool.page_box, Span(0, 3))
+    unpack(plan, Segment(0, 0, 3), [memoryview(raw) for raw in buffers], memoryview(payload))
+    heads = [dense.parts[0][head].tobytes() for head in range(4)]
+    assert buffers == [heads[0] + heads[1] + heads[3], heads[2]]
 
 
-def test_a_page_that_fills_a_slot_is_one_segment() -> None:
-    assert placement_of_slot(3, 64) == placement_of_blocks([3], 0, 64, 64) == (Segment(3, 0, 64),)
+@st.composite
+def scattered_layouts(draw: st.DrawFn, pool: Pool) -> Layout:
+    """The page cut into fields at any heads, layers and dims, put into two buffers in any order, each
+    with axes in an order of its own, so that slots have strides of their own too."""
+    heads, layers = draw(cuts(pool.num_heads)), draw(cuts(pool.num_layers))
+    blocks = [
+        (part, Span(*h), Span(*y), Span(*d))
+        for part, units in enumerate(pool.part_units)
+        for h, y, d in product(pairwise(heads), pairwise(layers), pairwise(draw(cuts(units))))
+    ]
+    slots, tokens = 3, pool.page_size
+    ends = [draw(st.integers(0, 3)), draw(st.integers(0, 3))]
+    fields = []
+    for part, h, y, d in draw(st.permutations(blocks)):
+        buffer = draw(st.integers(0, 1))
+        sizes = {"head": len(h), "layer": len(y), "slot": slots, "token": tokens, "dim": len(d)}
+        step, strides = pool.unit_bytes, {}
+        for axis in draw(st.permutations(sorted(sizes))):
+            strides[f"{axis}_stride"] = step
+            step *= sizes[axis]
+        fields.append(Field(buffer, part, h, y, d, ends[buffer], **strides))
+        ends[buffer] += step + draw(st.integers(0, 2))
+    return Layout("scattered", pool.page_box, slots, tokens, tuple(fields))
 
 
-GOOD = (Segment(0, 8, 8), Segment(2, 0, 8))
-
-
-def test_a_placement_inside_the_layout_is_accepted() -> None:
-    layout = engine_layout("layer_first", SMALL, SMALL.page_box, slots=3, slot_tokens=16)
-    check_placement(GOOD, layout, 16)
-    check_placement((Segment(2, 0, 16),), layout, 16)
-
-
-@pytest.mark.parametrize(
-    ("placement", "words"),
-    [
-        ((), "0 tokens does not hold a page of 16"),
-        (GOOD[:1], "8 tokens does not hold a page of 16"),
-        ((*GOOD, Segment(1, 0, 1)), "17 tokens"),
-        ((Segment(3, 0, 16),), "slot 3 are outside 3 slots"),
-        ((Segment(-1, 0, 16),), "slot -1"),
-        ((Segment(0, 1, 16),), "1..17 of slot 0"),
-        ((Segment(0, -1, 16),), "-1..15"),
-        ((Segment(0, 0, 0), Segment(1, 0, 16)), "0..0"),
-        ((Segment(0, 0, 24), Segment(0, 8, -8)), "0..24"),
-        ((Segment(1, 0, 8), Segment(1, 0, 8)), "twice"),
-        ((Segment(1, 0, 8), Segment(2, 0, 4), Segment(1, 7, 4)), "twice"),
-    ],
-)
-def test_a_placement_that_is_no_page_of_the_layout_is_refused(placement: Placement, words: str) -> None:
-    layout = engine_layout("layer_first", SMALL, SMALL.page_box, slots=3, slot_tokens=16)
-    with pytest.raises(ConfigurationError, match=words):
-        check_placement(placement, layout, 16)
-
-
-# ---- destinations of any strides ----
-
-HEADS, LAYERS, SLOTS, TOKENS, DIMS = 2, 3, 2, 4, 5
-VIEWED = Pool("kv", LAYERS, HEADS, (KVPart("k", DIMS),), BF16, TOKENS)
-
-
-def _contiguous() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((HEADS, LAYERS, SLOTS, TOKENS, DIMS), "<u2")
-    return base, base
-
-
-def _layer_strided() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((HEADS, 2 * LAYERS, SLOTS, TOKENS, DIMS), "<u2")
-    return base, base[:, 1::2]
-
-
-def _head_strided() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((SLOTS, TOKENS, LAYERS, 3 * HEADS, DIMS), "<u2")
-    return base, base[:, :, :, ::3].transpose(3, 2, 0, 1, 4)
-
-
-def _transposed_rows() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((SLOTS, LAYERS, HEADS, DIMS, TOKENS), "<u2")
-    return base, base.transpose(2, 1, 0, 4, 3)
-
-
-def _one_element_in() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros(1 + HEADS * LAYERS * SLOTS * TOKENS * DIMS, "<u2")
-    return base, base[1:].reshape(LAYERS, SLOTS, TOKENS, HEADS, DIMS).transpose(3, 0, 1, 2, 4)
-
-
-def _padded_rows() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((SLOTS, TOKENS, LAYERS, HEADS, DIMS + 3), "<u2")
-    return base, base[..., 2 : 2 + DIMS].transpose(3, 2, 0, 1, 4)
-
-
-def _odd_byte() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros(1 + 2 * HEADS * LAYERS * SLOTS * TOKENS * DIMS, "u1")
-    return base, base[1:].view("<u2").reshape(HEADS, LAYERS, SLOTS, TOKENS, DIMS)
-
-
-def _every_other_slot() -> tuple[np.ndarray, np.ndarray]:
-    base = np.zeros((2 * SLOTS, TOKENS, LAYERS, HEADS, DIMS), "<u2")
-    return base, base[1::2].transpose(3, 2, 0, 1, 4)
-
-
-VIEWS = [
-    _contiguous,
-    _layer_strided,
-    _head_strided,
-    _transposed_rows,
-    _one_element_in,
-    _padded_rows,
-    _odd_byte,
-    _every_other_slot,
-]
-
-
-@pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__.strip("_"))
-def test_a35_the_callers_own_memory_is_filled_in_whatever_strides_it_has(make) -> None:
-    """A destination made contiguous before the read is a copy: the bytes land there, not here."""
-    base, view = make()
-    base.view("u1").reshape(-1)[...] = POISON
-    layout = layout_of_views(VIEWED.page_box, [base], [(0, view)])
-    check_layout(VIEWED, layout)
-    dense = dense_page(VIEWED)
-    payload = object_payload(dense, VIEWED.page_box)
-    wanted = base.copy()
-    flat = memoryview(base.reshape(-1).view("u1"))
-    placement = (Segment(1, 0, 1), Segment(0, 1, 2), Segment(1, 3, 1))
-    for plan, segment in bound(VIEWED, layout, VIEWED.page_box, VIEWED.page_box, placement):
-        unpack(plan, segment, [flat], memoryview(payload))
-    got = np.concatenate([view[:, :, 1, 0:1], view[:, :, 0, 1:3], view[:, :, 1, 3:4]], axis=2)
-    assert np.array_equal(got, dense.parts[0])
+@given(st.data())
+def test_fields_cut_and_scattered_anyhow_are_moved_element_by_element(data: st.DataObject) -> None:
+    """A latent whose rope part is kept elsewhere, heads out of order, slots of unlike sizes."""
+    pool = data.draw(pools(max_layers=4, max_heads=4, page_sizes=(1, 3)))
+    layout = data.draw(scattered_layouts(pool))
+    check_layout(pool, layout)
+    box = data.draw(sub_boxes(pool.page_box))
+    dense = dense_page(pool, page=8).part_of(box)
+    payload = object_payload(dense, box)
+    sizes = (*layout.buffer_bytes(pool.unit_bytes), 0)
+    got, wanted = [[poisoned(size) for size in sizes] for _ in range(2)]
+    plan = plan_copy(pool, layout, box, box, box.tokens)
+    unpack(plan, Segment(1, 0, pool.page_size), [memoryview(raw) for raw in got], memoryview(payload))
+    for field in layout.fields:
+        for head, layer, token, dim in product(
+            range(max(field.heads.start, box.heads.start), min(field.heads.stop, box.heads.stop)),
+            range(max(field.layers.start, box.layers.start), min(field.layers.stop, box.layers.stop)),
+            range(pool.page_size),
+            range(field.dims.start, field.dims.stop),
+        ):
+            at = field.offset + field.slot_stride + token * field.token_stride
+            at += (head - field.heads.start) * field.head_stride
+            at += (layer - field.layers.start) * field.layer_stride
+            at += (dim - field.dims.start) * field.dim_stride
+            value = dense.parts[field.part][head - box.heads.start, layer - box.layers.start, token, dim]
+            wanted[field.buffer][at : at + pool.unit_bytes] = value.tobytes()
+    assert got == wanted
     packed = poisoned(len(payload))
-    for plan, segment in bound(VIEWED, layout, VIEWED.page_box, VIEWED.page_box, placement):
-        pack(plan, segment, [flat.toreadonly()], memoryview(packed))
+    pack(plan, Segment(1, 0, pool.page_size), [memoryview(raw) for raw in got], memoryview(packed))
     assert packed == payload
-    # Put poison back into those rows: nothing else may have changed.
-    for slot, first, last in ((1, 0, 1), (0, 1, 3), (1, 3, 4)):
-        view[:, :, slot, first:last] = 0xCDCD
-    assert np.array_equal(base, wanted)
-
-
-def test_a35_read_only_memory_is_refused_and_stays_as_it_was() -> None:
-    engine = EnginePool(SMALL, SMALL.page_box)
-    plan = plan_copy(SMALL, engine.layout(), SMALL.page_box, SMALL.page_box, Span(0, 64))
-    payload = object_payload(dense_page(SMALL), SMALL.page_box)
-    with pytest.raises(ValueError, match="read-only"):
-        unpack(plan, Segment(0, 0, 64), [b.toreadonly() for b in engine.buffers()], memoryview(payload))
-    assert engine.is_poison_outside([])
 
 
 def test_a_region_is_bound_by_adding_its_slot_and_token() -> None:

@@ -4,6 +4,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from fewer import FEWER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,7 @@ def cell_bytes(read: PieceRead) -> np.ndarray:
     return marks
 
 
+@FEWER
 @given(reads())
 def test_fetches_hold_the_wanted_cells_and_say_which(drawn: tuple[Pool, PieceRead, int, bool]) -> None:
     _, read, _, verify = drawn
@@ -107,6 +109,7 @@ def test_ranges_and_trailer_at_most_one_request_apart_are_one(
     assert [[fetch.start, fetch.stop] for fetch in read.fetches] == merged
 
 
+@FEWER
 @given(reads())
 def test_every_fetched_byte_is_accounted_for(drawn: tuple[Pool, PieceRead, int, bool]) -> None:
     pool, read, _, verify = drawn
@@ -119,6 +122,7 @@ def test_every_fetched_byte_is_accounted_for(drawn: tuple[Pool, PieceRead, int, 
     assert read.is_exact == bool(np.array_equal(wanted, cell_bytes(read)))
 
 
+@FEWER
 @given(reads())
 def test_heads_of_all_layers_take_one_request_and_at_most_one_more_to_verify(
     drawn: tuple[Pool, PieceRead, int, bool],
