@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import xxhash
 from store_rig import Place, RankRig, attach_rank, chain, namespace_of, tiny, write_pages
 
-from hicache_store.connectors.base import Connector
+from hicache_store.clock import Deadline
+from hicache_store.connectors.base import Connector, Outcome, Read
 from hicache_store.layout.format import VERSION
 from hicache_store.layout.model import ModelKV, Pool
 from hicache_store.layout.parallel import Rank
@@ -256,6 +258,35 @@ def test_a_bad_object_that_cannot_be_deleted_counts_as_absent_and_is_replaced() 
         refill(reader, bench.hashes)
         assert bench.place.objects() == {bench.key: bench.sound}
         assert reader.store.contains(bench.hashes).pages == 1
+
+
+class Versionless:
+    """Storage that tells no versions, so that nothing can be replaced on condition."""
+
+    def __init__(self, inner: Connector) -> None:
+        self._inner = inner
+
+    def read_into(self, reads: Sequence[Read], deadline: Deadline) -> list[Outcome]:
+        outcomes = self._inner.read_into(reads, deadline)
+        return [dataclasses.replace(outcome, version=None) for outcome in outcomes]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def test_a_bad_object_that_can_be_neither_deleted_nor_replaced_is_never_called_stored() -> None:
+    bench = Bench(tiny(2, 4, 4).pool(4), [])
+    undeletable = on_keys(lambda key: True, Fail(), ("delete",))
+    bench.place.wrap = lambda connector: Versionless(FaultyConnector(connector, undeletable))
+    with attach_rank(bench.place, bench.pool, "tp1pp1", Rank()) as reader:
+        bad = flipped(bench.sound, 99)
+        bench.place.put(bench.key, bad)
+        for _ in range(2):
+            assert reader.restore(bench.hashes).end.reason is EndReason.CORRUPT
+            assert reader.store.contains(bench.hashes).pages == 0
+            reader.fill([0])
+            assert reader.backup(bench.hashes).states == (PageState.FAILED,)
+        assert bench.place.objects() == {bench.key: bad}
 
 
 def test_an_object_put_right_by_somebody_else_is_not_deleted() -> None:

@@ -10,7 +10,7 @@ from store_rig import Place, attach_rank, chain, distinct_ranks, read_pages, tin
 from hicache_store.layout.box import Box
 from hicache_store.layout.model import ModelKV, Pool
 from hicache_store.layout.parallel import ParallelSpec, shard
-from hicache_store.layout.plan import placement_of_slot
+from hicache_store.layout.plan import Segment, placement_of_slot
 from hicache_store.layout.reading import plan_piece
 from hicache_store.store.transfer import PiecePlan
 from hicache_store.testing.faults import CountingConnector
@@ -95,6 +95,28 @@ def test_every_path_restores_every_bit(
     write_pages(place, pool, writer, hashes, form=form, verify=verify)
     tally["restores over direct and staged paths"] += read_pages(
         place, pool, reader, hashes, ranks=distinct_ranks(pool, reader), form=form, verify=verify
+    )
+
+
+@pytest.mark.parametrize(("kind", "writer", "reader", "form"), CASES)
+def test_every_path_finds_a_page_inside_a_larger_block(
+    kind: str, writer: str, reader: str, form: str, tally: Counter[str]
+) -> None:
+    """Pages in the first, the second or the middle of the 128 tokens of a block."""
+    pool = POOLS[kind]
+    place, hashes = Place(), chain(3, PAGE_SIZE)
+    there = (3, [(Segment(slot, token, PAGE_SIZE),) for slot, token in ((2, 64), (0, 0), (1, 40))])
+    here = (3, [(Segment(slot, token, PAGE_SIZE),) for slot, token in ((1, 0), (2, 33), (0, 64))])
+    write_pages(place, pool, writer, hashes, form=form, placements=there, slot_tokens=128)
+    tally["restores over direct and staged paths"] += read_pages(
+        place,
+        pool,
+        reader,
+        hashes,
+        ranks=distinct_ranks(pool, reader),
+        form=form,
+        placements=here,
+        slot_tokens=128,
     )
 
 

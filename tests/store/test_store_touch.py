@@ -86,6 +86,13 @@ def backing_up(stop: int) -> Callable[[RankRig], object]:
     return lambda rank: rank.backup(chain(PAGES)[:stop])
 
 
+def backing_up_rest(start: int) -> Callable[[RankRig], object]:
+    """Back up the pages from ``start`` on, which the call is told."""
+    return lambda rank: rank.store.backup(
+        chain(PAGES)[start:], rank.placements[start:PAGES], first_page=start
+    )
+
+
 def whole(stop: int) -> list[tuple[int, int]]:
     return [(page, page) for page in range(stop)]
 
@@ -189,6 +196,7 @@ def lengths_under_pressure(bench: Bench, newcomers: int) -> list[int]:
         [backing_up(PAGES), restoring(0, 5), restoring(5, PAGES, prefix=5)],
         [backing_up(PAGES), restoring(6, PAGES), restoring(0, PAGES)],
         [backing_up(3), restoring(0, 3), backing_up(7), backing_up(PAGES), restoring(0, 2)],
+        [lambda rank: (backing_up(4)(rank), backing_up_rest(4)(rank))],
     ],
 )
 def test_eviction_takes_the_tail_of_a_chain_before_its_head(
