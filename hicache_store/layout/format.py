@@ -20,6 +20,7 @@ import enum
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -127,12 +128,14 @@ class ObjectFormat:
         """Bytes after the payload, padding included."""
         return self.object_bytes - self.payload_bytes
 
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) payload bytes of every cell."""
+        return _bounds(self.heads, self.layers, self.layer_bytes, self.layers_per_cell)
+
     def cell_range(self, cell: int) -> ByteRange:
         """Payload bytes of one cell."""
-        head, run = divmod(cell, self.cells_per_head)
-        start = head * self.head_bytes + run * self.layers_per_cell * self.layer_bytes
-        stop = min(start + self.layers_per_cell * self.layer_bytes, (head + 1) * self.head_bytes)
-        return ByteRange(start, stop)
+        return ByteRange(*self.bounds[cell])
 
     def cells_of(self, wanted: Box, box: Box) -> list[int]:
         """Cells of the object of ``box`` that hold any element of ``wanted``, ascending."""
@@ -148,7 +151,7 @@ class ObjectFormat:
         """The trailer of a payload given as consecutive views."""
         sums = b"".join(
             value.to_bytes(_SUM_BYTES, "little")
-            for value in _sums(payload, ((i, self.cell_range(i)) for i in range(self.cells)), name.seed)
+            for value in _sums(payload, range(self.cells), self.bounds, 0, name.seed)
         )
         fields = FIELDS.pack(self.payload_bytes, self.cells, self.layers_per_cell, self.object_bytes, 0)
         padding = bytes(self.trailer_bytes - len(sums) - FIELDS.size - TAIL.size)
@@ -197,8 +200,7 @@ class ObjectFormat:
         ``payload`` are consecutive views of the object's bytes from ``start`` on; ``cells`` ascend
         and lie wholly inside them.
         """
-        ranges = ((cell, _shift(self.cell_range(cell), -start)) for cell in cells)
-        for cell, value in zip(cells, _sums(payload, ranges, name.seed), strict=True):
+        for cell, value in zip(cells, _sums(payload, cells, self.bounds, start, name.seed), strict=True):
             if trailer[cell * _SUM_BYTES : (cell + 1) * _SUM_BYTES] != value.to_bytes(_SUM_BYTES, "little"):
                 return Verdict.CORRUPT
         return None
@@ -213,31 +215,44 @@ def layers_per_cell(layers: int, layer_bytes: int) -> int:
     return min(layers, max(1, -(-CELL_MIN_BYTES // layer_bytes)))
 
 
-def _shift(span: ByteRange, by: int) -> ByteRange:
-    return ByteRange(span.start + by, span.stop + by)
+@lru_cache(maxsize=1024)
+def _bounds(heads: int, layers: int, layer_bytes: int, per_cell: int) -> tuple[tuple[int, int], ...]:
+    head_bytes, cell_bytes = layers * layer_bytes, per_cell * layer_bytes
+    return tuple(
+        (start, min(start + cell_bytes, (head + 1) * head_bytes))
+        for head in range(heads)
+        for start in range(head * head_bytes, (head + 1) * head_bytes, cell_bytes)
+    )
 
 
 def _trailer_sum(trailer: bytes | bytearray, at: int, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(bytes(trailer[:at]) + bytes(trailer[at + _SUM_BYTES :]), seed)
 
 
-def _sums(views: Sequence[memoryview], ranges: Iterator[tuple[int, ByteRange]], seed: int) -> Iterator[int]:
-    """The sum of each range of the concatenation of ``views``; ranges ascend."""
-    index, base = 0, 0
-    for cell, span in ranges:
+def _sums(
+    views: Sequence[memoryview],
+    cells: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    origin: int,
+    seed: int,
+) -> Iterator[int]:
+    """The sum of each cell; ``views`` follow each other from byte ``origin`` on, cells ascend."""
+    index, base = 0, origin
+    for cell in cells:
+        start, stop = bounds[cell]
         cell_seed = (seed + cell) & _MASK64
-        while index < len(views) and base + len(views[index]) <= span.start:
+        while index < len(views) and base + len(views[index]) <= start:
             base += len(views[index])
             index += 1
         view = views[index]
-        if span.stop <= base + len(view):
-            yield xxhash.xxh3_64_intdigest(view[span.start - base : span.stop - base], cell_seed)
+        if stop <= base + len(view):
+            yield xxhash.xxh3_64_intdigest(view[start - base : stop - base], cell_seed)
             continue
         hasher = xxhash.xxh3_64(seed=cell_seed)
-        at, offset, scan = span.start, base, index
-        while at < span.stop:
+        at, offset, scan = start, base, index
+        while at < stop:
             view = views[scan]
-            take = min(span.stop, offset + len(view))
+            take = min(stop, offset + len(view))
             if take > at:
                 hasher.update(view[at - offset : take - offset])
                 at = take
