@@ -404,3 +404,6 @@ LAYER_RETRY_MAX_S: Final = 10.0
 
 LAYER_DRAIN_S: Final = 10.0
 """Default time that closing waits for what a slow layer has not got yet."""
+
+BENCH_BYTES_MAX: Final = 2 * GIB
+"""Bytes of one batch of `hicache bench`, which are held in memory to be compared."""

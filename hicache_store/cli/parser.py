@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hicache_store import __version__
 from hicache_store.config import parse_duration, parse_size
-from hicache_store.limits import DEFAULT_TIMEOUT_S, KIB, MAINTENANCE_SWEEP_S
+from hicache_store.limits import DEFAULT_TIMEOUT_S, KIB, MAINTENANCE_SWEEP_S, MIB
 
 T = TypeVar("T")
 _Adds = Callable[..., argparse.ArgumentParser]
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
         return sub
 
-    for add_command in (_demo, _plan, _ls, _stat, _verify, _rm, _gc, _grids):
+    for add_command in (_demo, _plan, _ls, _stat, _verify, _rm, _gc, _grids, _doctor, _bench):
         add_command(add)
     return parser
 
@@ -142,6 +142,25 @@ def _grids(add: _Adds) -> None:
     _yes(sub)
 
 
+def _doctor(add: _Adds) -> None:
+    add("doctor", "try everything a store needs of this storage; exit code 1 when something is missing")
+
+
+def _bench(add: _Adds) -> None:
+    sub = add("bench", "measure this storage with pages of its own, which are removed again")
+    sub.add_argument(
+        "--pages", type=_at_least(1), default=128, metavar="N", help="pages a batch (default 128)"
+    )
+    sub.add_argument(
+        "--size",
+        type=_typed(_page_bytes, "a size such as 256KiB"),
+        default=MIB,
+        metavar="SIZE",
+        help="bytes of a page's object (default 1MiB)",
+    )
+    sub.add_argument("--rounds", type=_at_least(1), default=5, metavar="N", help="batches (default 5)")
+
+
 def _namespace(sub: argparse.ArgumentParser, text: str) -> None:
     sub.add_argument("--namespace", type=_typed(_hex, "hex digits of a digest"), metavar="DIGEST", help=text)
 
@@ -172,6 +191,13 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return _typed(read, f"a whole number of at least {minimum}")
+
+
+def _page_bytes(text: str) -> int:
+    value = parse_size(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def _starts(text: str) -> tuple[int, ...]:

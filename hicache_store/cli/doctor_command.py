@@ -1,0 +1,102 @@
+"""``hicache doctor URL``: does this storage do what the store needs, and if not, what would help."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Final
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from hicache_store.cli.doctor_checks import Examination, Finding, way_out_of
+from hicache_store.cli.opening import opened
+from hicache_store.cli.output import Output, printable, size_text
+from hicache_store.config import StoreUrl, parse_url
+from hicache_store.connectors.base import Capabilities
+from hicache_store.connectors.registry import known_schemes
+from hicache_store.connectors.wrapping import split_options
+from hicache_store.errors import ConfigurationError, HicacheError
+
+_SECRET_WORDS: Final = ("password", "passwd", "secret", "token", "credential", "access_key")
+_MASK: Final = "***"
+_LAYERS: Final = ("fast", "slow")
+_MARKS: Final = {"ok": "ok", "note": "note", "warning": "WARN", "fault": "FAULT"}
+
+
+def run(args: Namespace, out: Output) -> int:
+    """Examine; exit code 1 when a fault was found."""
+    findings: list[Finding] = []
+    for finding in examine(args.url, args.timeout):
+        findings.append(finding)
+        out.line(f"{_MARKS[finding.grade]:<6}{finding.name:<16} {printable(finding.text)}")
+        if finding.way_out:
+            out.line(f"{'':<23}-> {finding.way_out}")
+    is_sound = all(finding.grade != "fault" for finding in findings)
+    out.document({"url": masked(args.url), "sound": is_sound, "findings": [asdict(one) for one in findings]})
+    return 0 if is_sound else 1
+
+
+def examine(url: str, timeout_s: float) -> Iterator[Finding]:
+    """The findings about a store; about each layer of a layered one."""
+    yield Finding("store", "note", masked(url))
+    try:
+        parsed = parse_url(url)
+        with opened(url, changes=True) as connector:
+            yield from _settings(parsed, connector.capabilities)
+            layers = _layers(parsed)
+            if not layers:
+                yield from Examination(connector, timeout_s).run()
+    except (HicacheError, OSError) as error:
+        text = str(error).replace(url, masked(url))
+        # A configuration error ends with its own way out.
+        advice = "" if isinstance(error, ConfigurationError) else way_out_of(text)
+        yield Finding("open", "fault", text, advice)
+        return
+    for name, layer_url in layers:
+        for finding in examine(layer_url, timeout_s):
+            yield replace(finding, name=f"{name}: {finding.name}")
+
+
+def _layers(parsed: StoreUrl) -> list[tuple[str, str]]:
+    """Layers are looked at one by one: metadata, which an examination writes, only lies in the slow one."""
+    return [pair for pair in parsed.query if pair[0] in _LAYERS] if parsed.scheme == "layered" else []
+
+
+def _settings(parsed: StoreUrl, has: Capabilities) -> Iterator[Finding]:
+    _, options = split_options(parsed, is_own=parsed.scheme in known_schemes())
+    retries, breaker = options.get("retries", int), options.get("breaker", bool)
+    yield Finding("settings", "note", f"retries {retries}, breaker {'on' if breaker else 'off'}")
+    words = [
+        "reads end at their deadline"
+        if has.stop == "abandons"
+        else "reads land in place and end by themselves",
+        f"{has.concurrency} at a time",
+        f"a request costs as much as {size_text(has.request_cost_bytes)}",
+        "read-only" if has.is_read_only else "read and write",
+        "evicts a chain's tail first" if has.orders_eviction else "evicts in the storage's own order",
+    ]
+    yield Finding("capabilities", "note", "; ".join(words))
+
+
+def masked(url: str) -> str:
+    """``url`` without passwords and other secrets, those of nested URLs included."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(not a URL)"
+    place = parts.netloc
+    if "@" in place:
+        user, _, host = place.rpartition("@")
+        name, has_password, _ = user.partition(":")
+        place = f"{name}:{_MASK}@{host}" if has_password else place
+    query = "&".join(_masked_option(pair) for pair in parts.query.split("&")) if parts.query else ""
+    return urlunsplit((parts.scheme, place, parts.path, query, parts.fragment))
+
+
+def _masked_option(pair: str) -> str:
+    name, equals, value = pair.partition("=")
+    if any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith("_env"):
+        return f"{name}{equals}{_MASK}"
+    if "%3a" in value.lower() or ":" in value:
+        return f"{name}{equals}{quote(masked(unquote(value)), safe='/:@?=*')}"
+    return pair
