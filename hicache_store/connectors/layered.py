@@ -116,6 +116,7 @@ class LayeredConnector:
         self._is_closed = False
         self._fills = Backlog(fast, "fill", queue_bytes, self.metrics, is_lasting=False)
         self._pending = Backlog(slow, "write", queue_bytes, self.metrics, is_lasting=True)
+        is_back = mode == "write-back" and not slow.capabilities.is_read_only
         self._reader = LayeredReader(
             fast,
             slow,
@@ -124,13 +125,14 @@ class LayeredConnector:
             fill if self._changes_fast else "none",
             self.metrics,
             may_drop=self._changes_fast,
+            is_back=is_back,
         )
         self._writer = LayeredWriter(
             fast,
             slow,
             self._fills,
             self._pending,
-            is_back=mode == "write-back" and not slow.capabilities.is_read_only,
+            is_back=is_back,
             changes_fast=self._changes_fast,
         )
         self._capabilities = _combined(fast.capabilities, slow.capabilities, self._writer.is_back)
@@ -147,11 +149,16 @@ class LayeredConnector:
             return [None] * len(keys)
         copies = [self._pending.data(key) or self._fills.data(key) for key in keys]
         found = {index: len(data) for index, data in enumerate(copies) if data is not None}
-        for layer, until in ((self._fast, half_of(deadline)), (self._slow, deadline)):
+        for layer, way, until in (
+            (self._fast, self._fills, half_of(deadline)),
+            (self._slow, self._pending, deadline),
+        ):
             asked = [
                 index
                 for index, key in enumerate(keys)
-                if index not in found and (layer is self._slow or not key.startswith(META_PREFIX))
+                if index not in found
+                and not way.is_void(key)
+                and (layer is self._slow or not key.startswith(META_PREFIX))
             ]
             sizes = layer.sizes([keys[index] for index in asked], until) if asked else []
             found.update((i, size) for i, size in zip(asked, sizes, strict=True) if size is not None)
@@ -207,20 +214,25 @@ class LayeredConnector:
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         """The slow layer's objects, then those that only the fast layer or a copy on its way has."""
         self._require_usable()
-        yield from self._slow.scan(prefix)
         pending = {key: size for key, size in self._pending.queued() if key.startswith(prefix)}
-        others = (one for one in self._fast.scan(prefix) if not one.key.startswith(META_PREFIX))
+        for entry in self._slow.scan(prefix):
+            pending.pop(entry.key, None)
+            if not self._pending.is_void(entry.key):
+                yield entry
+        for key, size_bytes in pending.items():
+            yield Entry(key, size_bytes, 0.0)
+        others = (
+            one
+            for one in self._fast.scan(prefix)
+            if not one.key.startswith(META_PREFIX)
+            and one.key not in pending
+            and not self._fills.is_void(one.key)
+        )
         while batch := list(islice(others, LISTING_BATCH)):
-            until = Deadline.after(DEFAULT_TIMEOUT_S)
-            sizes = self._slow.sizes([entry.key for entry in batch], until)
-            for entry, size in zip(batch, sizes, strict=True):
-                if size is None:
-                    pending.pop(entry.key, None)
-                    yield replace(entry, version=None)
-        sizes = self._slow.sizes(list(pending), Deadline.after(DEFAULT_TIMEOUT_S))
-        for (key, size_bytes), size in zip(pending.items(), sizes, strict=True):
-            if size is None:
-                yield Entry(key, size_bytes, 0.0)
+            sizes = self._slow.sizes([one.key for one in batch], Deadline.after(DEFAULT_TIMEOUT_S))
+            yield from (
+                replace(one, version=None) for one, size in zip(batch, sizes, strict=True) if size is None
+            )
 
     def flush(self, deadline: Deadline) -> bool:
         """Wait until all copies on their way have arrived or were dropped; whether they did."""

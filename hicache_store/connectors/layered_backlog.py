@@ -91,6 +91,12 @@ class Backlog:
             entry = self._entries.get(key)
             return None if entry is None or entry.is_void else entry.data
 
+    def is_void(self, key: str) -> bool:
+        """Whether the key was removed and what is on its way to the layer has yet to be undone there."""
+        with self._changed:
+            entry = self._entries.get(key)
+            return entry is not None and entry.is_void
+
     def queued(self) -> list[tuple[str, int]]:
         """Key and size of what is queued or being written."""
         with self._changed:

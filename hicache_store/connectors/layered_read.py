@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import (
+    ABSENT,
     META_PREFIX,
     OK,
     TIMED_OUT,
@@ -80,6 +81,7 @@ class LayeredReader:
         metrics: Metrics,
         *,
         may_drop: bool,
+        is_back: bool,
     ) -> None:
         self._fast = fast
         self._slow = slow
@@ -88,12 +90,19 @@ class LayeredReader:
         self._fill = fill
         self._metrics = metrics
         self._may_drop = may_drop
+        self._is_back = is_back
 
     def __call__(self, reads: Sequence[Read], deadline: Deadline) -> list[Outcome]:
         """The outcomes of one batch. A version in them is always the slow layer's."""
         found = self._from_copies(reads, deadline)
-        self._from_fast(reads, found, deadline)
+        refused = self._from_fast(reads, found, deadline)
+        if not self._is_back:
+            self._drop(reads, refused, deadline)
         self._from_slow(reads, found, deadline)
+        if self._is_back:  # what the slow layer has not may be on its way there from another handle
+            alone = [index for index in refused if found[index].status is Status.ABSENT]
+            found.update((index, replace(refused[index], version=None)) for index in alone)
+            self._drop(reads, {i: one for i, one in refused.items() if i not in alone}, deadline)
         return [found[index] for index in range(len(reads))]
 
     def _from_copies(self, reads: Sequence[Read], deadline: Deadline) -> dict[int, Outcome]:
@@ -113,25 +122,36 @@ class LayeredReader:
         self._metrics.add("layered.read_from_copies", len(found))
         return found
 
-    def _from_fast(self, reads: Sequence[Read], found: dict[int, Outcome], deadline: Deadline) -> None:
-        asked = [i for i, read in enumerate(reads) if i not in found and not read.key.startswith(META_PREFIX)]
+    def _from_fast(
+        self, reads: Sequence[Read], found: dict[int, Outcome], deadline: Deadline
+    ) -> dict[int, Outcome]:
+        """Add what the fast layer has to ``found``; what it has and the target refused is given back."""
+        refused: dict[int, Outcome] = {}
+        asked = [
+            index
+            for index, read in enumerate(reads)
+            if index not in found
+            and not read.key.startswith(META_PREFIX)
+            and not self._fills.is_void(read.key)
+        ]
         if not asked:
-            return
+            return refused
         outcomes = self._fast.read_into([reads[index] for index in asked], half_of(deadline))
-        bad: list[tuple[str, str | None]] = []
         for index, outcome in zip(asked, outcomes, strict=True):
             if outcome.is_ok:
                 found[index] = OK
             elif outcome.status in (Status.REJECTED, Status.WRONG_SIZE):
-                bad.append((reads[index].key, outcome.version))
+                refused[index] = outcome
             elif outcome.status is not Status.ABSENT:
                 self._metrics.add("layered.fast_failed")
         self._metrics.add("layered.read_from_fast", sum(outcome.is_ok for outcome in outcomes))
-        if bad:
-            self._metrics.add("layered.fast_bad", len(bad))
-            if self._may_drop:
-                keys, versions = [key for key, _ in bad], [version for _, version in bad]
-                self._fast.delete(keys, half_of(deadline), versions)
+        self._metrics.add("layered.fast_bad", len(refused))
+        return refused
+
+    def _drop(self, reads: Sequence[Read], refused: dict[int, Outcome], deadline: Deadline) -> None:
+        if refused and self._may_drop:
+            keys = [reads[index].key for index in refused]
+            self._fast.delete(keys, half_of(deadline), [outcome.version for outcome in refused.values()])
 
     def _from_slow(self, reads: Sequence[Read], found: dict[int, Outcome], deadline: Deadline) -> None:
         plain: list[int] = []
@@ -140,6 +160,9 @@ class LayeredReader:
         try:
             for index, read in enumerate(reads):
                 if index in found:
+                    continue
+                if self._pending.is_void(read.key):
+                    found[index] = ABSENT
                     continue
                 entry = self._mine_to_fetch(read)
                 other = self._fills.find(read.key) if entry is None and self._keeps(read) else None

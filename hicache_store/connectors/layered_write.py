@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import (
     META_PREFIX,
+    OK,
     TIMED_OUT,
     BufferSource,
     Connector,
@@ -95,40 +96,61 @@ class LayeredWriter:
     # -- back ------------------------------------------------------------------------------
 
     def _write_back(self, writes: Sequence[Write], deadline: Deadline) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        fresh: list[tuple[int, Entry, bytearray]] = []
-        try:
-            for index, write in enumerate(writes):
-                outcome, entry, data = self._take(write, deadline, {one.key for _, one, _ in fresh})
-                outcomes.append(outcome)
-                if entry is not None and data is not None:
-                    fresh.append((index, entry, data))
-            self._put_fast(writes, outcomes, fresh, deadline)
-        finally:
-            is_complete = len(outcomes) == len(writes)
-            self._pending.offer(
-                *[(entry, data if is_complete and outcomes[i].is_ok else None) for i, entry, data in fresh]
-            )
-        return outcomes
+        found: dict[int, Outcome] = {}
+        self._back_up(dict(enumerate(writes)), found, deadline, may_wait=False)
+        for index, write in enumerate(writes):
+            while index not in found:
+                self._back_up({index: write}, found, deadline, may_wait=True)
+        return [found[index] for index in range(len(writes))]
 
-    def _take(
-        self, write: Write, deadline: Deadline, taken: set[str]
-    ) -> tuple[Outcome, Entry | None, bytearray | None]:
+    def _back_up(
+        self, writes: Mapping[int, Write], found: dict[int, Outcome], deadline: Deadline, *, may_wait: bool
+    ) -> None:
+        """Take what can be taken. A call that holds reservations never waits for those of another."""
+        fresh: dict[int, tuple[Entry, bytearray]] = {}
+        is_complete = False
+        try:
+            for index, write in writes.items():
+                outcome = self._judge(write, deadline, {one.key for one, _ in fresh.values()}, may_wait)
+                if outcome is not None:
+                    found[index] = outcome
+                elif self._pending.find(write.key) is None:
+                    taken = self._take(write)
+                    if isinstance(taken, Outcome):
+                        found[index] = taken
+                    elif taken is not None:
+                        fresh[index] = taken
+                        found[index] = OK
+            self._put_fast(writes, found, fresh, deadline)
+            is_complete = True
+        finally:
+            self._pending.offer(
+                *[(one, data if is_complete and found[i].is_ok else None) for i, (one, data) in fresh.items()]
+            )
+
+    def _judge(self, write: Write, deadline: Deadline, taken: set[str], may_wait: bool) -> Outcome | None:
+        """The outcome of a write that needs no bytes, or ``None``."""
         if deadline.is_past:
-            return TIMED_OUT, None, None
+            return TIMED_OUT
         held = self._pending.find(write.key)
-        if held is not None and (write.key in taken or self._pending.wait_for(held, deadline) is not None):
+        if held is None:
+            return None
+        data = self._pending.wait_for(held, deadline) if may_wait else self._pending.data(write.key)
+        if write.key in taken or data is not None:
             if held.size_bytes == write.size_bytes:
-                return Outcome(Status.EXISTS), None, None
-            detail = f"there are {held.size_bytes} bytes, not {write.size_bytes}"
-            return Outcome(Status.CONFLICT, detail), None, None
-        if held is not None and not self._pending.flush(deadline, write.key):
-            return TIMED_OUT, None, None
+                return Outcome(Status.EXISTS)
+            return Outcome(Status.CONFLICT, f"there are {held.size_bytes} bytes, not {write.size_bytes}")
+        if may_wait and not self._pending.flush(deadline, write.key):
+            return TIMED_OUT
+        return None
+
+    def _take(self, write: Write) -> tuple[Entry, bytearray] | Outcome | None:
+        """Room and an own copy; ``None`` when another call took the key at this moment."""
         if write.size_bytes <= 0:
-            return Outcome(Status.REFUSED, "an object has at least one byte"), None, None
+            return Outcome(Status.REFUSED, "an object has at least one byte")
         entry = self._pending.reserve(write.key, write.size_bytes, write.depth)
         if entry is None:
-            return _FULL, None, None
+            return _FULL if self._pending.find(write.key) is None else None
         try:
             try:
                 data = joined(write.source.buffers(), write.size_bytes)
@@ -136,25 +158,33 @@ class LayeredWriter:
                 write.source.release()
         except Exception as error:
             self._pending.offer((entry, None))
-            return failure(error), None, None
+            return failure(error)
         if data is None:
             self._pending.offer((entry, None))
-            return Outcome(Status.FAILED, f"the source did not give {write.size_bytes} bytes"), None, None
-        return Outcome(Status.OK), entry, data
+            return Outcome(Status.FAILED, f"the source did not give {write.size_bytes} bytes")
+        return entry, data
 
     def _put_fast(
         self,
-        writes: Sequence[Write],
-        outcomes: list[Outcome],
-        fresh: Sequence[tuple[int, Entry, bytearray]],
+        writes: Mapping[int, Write],
+        found: dict[int, Outcome],
+        fresh: dict[int, tuple[Entry, bytearray]],
         deadline: Deadline,
     ) -> None:
         if not fresh or not self._changes_fast:
             return
         puts = [
             Write(one.key, one.size_bytes, BufferSource.of(data), writes[index].depth)
-            for index, one, data in fresh
+            for index, (one, data) in fresh.items()
         ]
-        for (index, _, _), outcome in zip(fresh, self._fast.write_from(puts, half_of(deadline)), strict=True):
+        held: list[int] = []
+        for index, outcome in zip(fresh, self._fast.write_from(puts, half_of(deadline)), strict=True):
             if outcome.status in (Status.EXISTS, Status.CONFLICT):
-                outcomes[index] = Outcome(outcome.status, outcome.detail)
+                found[index] = Outcome(outcome.status, outcome.detail)
+            if outcome.status is Status.EXISTS:
+                held.append(index)
+        if held:  # what was once dropped on its way to the slow layer is taken up again, nothing else
+            sizes = self._slow.sizes([writes[index].key for index in held], half_of(deadline))
+            for index, size in zip(held, sizes, strict=True):
+                if size is not None:
+                    self._pending.offer((fresh.pop(index)[0], None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ class _Limited:
         self._out = 0
         self._is_closed = False
         self._changed = threading.Condition()
+        self._line: deque[object] = deque()
 
     def call(self, verb: Verb, items: Items, deadline: Deadline, forward: Forward) -> list[Any]:
         """The results, got in as many calls as there is room for."""
@@ -48,16 +50,21 @@ class _Limited:
         return results
 
     def _take(self, items: Items, deadline: Deadline) -> tuple[int, int]:
+        place = object()
         with self._changed:
-            while True:
-                number, n_bytes = self._fitting(items)
-                if number:
-                    self._move(number, n_bytes)
-                    return number, n_bytes
-                left_s = deadline.remaining_s()
-                if left_s <= 0.0:
-                    return 0, 0
-                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            self._line.append(place)  # first come, first served: a busy caller must not starve the others
+            try:
+                while True:
+                    is_first = self._line[0] is place or self._is_closed
+                    number, n_bytes = self._fitting(items) if is_first else (0, 0)
+                    left_s = deadline.remaining_s()
+                    if number or left_s <= 0.0:
+                        self._move(number, n_bytes)
+                        return number, n_bytes
+                    self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            finally:
+                self._line.remove(place)
+                self._changed.notify_all()
 
     def _fitting(self, items: Items) -> tuple[int, int]:
         number = n_bytes = 0

@@ -73,6 +73,7 @@ class WrappedConnector:
         self.metrics: Final = metrics
         self._policy = policy
         self._pid = os.getpid()
+        self._is_closed = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -113,6 +114,7 @@ class WrappedConnector:
     def close(self) -> None:
         """Close the inner connector; idempotent."""
         if os.getpid() == self._pid:
+            self._is_closed = True
             self._policy.close()
         self.inner.close()
 
@@ -122,6 +124,8 @@ class WrappedConnector:
                 f"a {self.capabilities.scheme} connector was opened by process {self._pid} and is used in "
                 f"its forked child {os.getpid()}; open the store again in the child"
             )
+        if self._is_closed:  # a policy may answer without asking the inner connector
+            raise HandleError(f"the {self.capabilities.scheme} connector is closed; open the store again")
         return self._policy.call(verb, items, deadline, forward)
 
 
