@@ -203,6 +203,8 @@ def test_layers_are_widened_to_whole_cells_of_five() -> None:
     assert read.over_read_bytes == 2 * 7 * layer
     assert read.first_byte == 3 * layer
     assert not read.is_exact
+    second = plan_piece(BIG, box, Box.of((5, 6), (33, 46), (0, 64)), request_cost_bytes=FILE_COST)
+    assert second.first_byte == HEAD + 3 * layer
     near = plan_piece(BIG, box, Box.of((4, 6), (33, 59), (0, 64)), request_cost_bytes=FILE_COST)
     assert near.fetches == (Fetch(0, OBJECT, tuple(range(12))),)
 
