@@ -6,13 +6,24 @@ import dataclasses
 import random
 from collections import Counter
 
-from store_rig import Place, RankRig, attach_rank, chain, distinct_ranks, tiny, write_pages
+from store_rig import (
+    Place,
+    RankRig,
+    attach_rank,
+    chain,
+    distinct_ranks,
+    namespace_of,
+    tiny,
+    write_pages,
+)
 
 from hicache_store.connectors.base import Connector
 from hicache_store.layout.box import Box
+from hicache_store.layout.grid import Grid
 from hicache_store.layout.model import Pool
-from hicache_store.layout.names import ObjectName, page_prefix
+from hicache_store.layout.names import ObjectName, marker_key, page_prefix
 from hicache_store.layout.parallel import ParallelSpec, Rank
+from hicache_store.layout.records import encode_grid, frame
 from hicache_store.store import EndReason
 from hicache_store.testing.faults import CountingConnector
 
@@ -81,6 +92,16 @@ def test_what_is_not_there_costs_two_questions_whatever_grids_there_are() -> Non
         pages, calls, keys = rank.look(chain(LONG))
         assert (pages, calls) == (0, 2)
         assert LONG < keys <= LONG + 8
+
+
+def test_grids_of_other_pools_cost_nothing() -> None:
+    place, hashes = Place(), chain(LONG)
+    digest = namespace_of(SMALLEST).digest
+    for slot in range(40):
+        key = marker_key(digest, slot)
+        place.put(key, frame(key, encode_grid(Grid("draft_01234567", (0, 1, 2), (0, 1, 2 + slot)))))
+    with Watched(place, "tp1pp1", Rank()) as rank:
+        assert rank.look(hashes) == (0, 1, LONG)
 
 
 def test_nothing_behind_the_first_gap_is_asked_for_again() -> None:

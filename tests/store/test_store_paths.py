@@ -9,6 +9,7 @@ from store_rig import Place, attach_rank, chain, distinct_ranks, read_pages, tin
 
 from hicache_store.layout.box import Box
 from hicache_store.layout.model import ModelKV, Pool
+from hicache_store.layout.names import ObjectName
 from hicache_store.layout.parallel import ParallelSpec, shard
 from hicache_store.layout.plan import Segment, placement_of_slot
 from hicache_store.layout.reading import plan_piece
@@ -136,7 +137,7 @@ def test_verification_costs_at_most_one_request_an_object(
     write_pages(place, pool, writer, hashes, form=form)
     place.wrap = watch
     for rank in distinct_ranks(pool, reader):
-        counts = {}
+        counts, ends = {}, {}
         for verify in (True, False):
             with attach_rank(place, pool, reader, rank, form=form, verify=verify) as rig:
                 watchers[-1].reset()
@@ -144,12 +145,17 @@ def test_verification_costs_at_most_one_request_an_object(
                 assert report.pages == 1
                 reads = [record for record in watchers[-1].reads if record.key.startswith("v1/")]
                 counts[verify] = {record.key: len(record.ranges) for record in reads}
+                ends[verify] = {record.key: sum(record.ranges[-1]) for record in reads}
                 assert report.objects == len(reads)
                 assert report.requests == sum(counts[verify].values())
                 assert report.read_bytes == sum(size for record in reads for _, size in record.ranges)
         assert counts[True].keys() == counts[False].keys()
-        extra = {key: counts[True][key] - counts[False][key] for key in counts[True]}
-        assert set(extra.values()) <= {0, 1}, extra
+        for key, end in ends[False].items():
+            name = ObjectName.parse(key)
+            payload = pool.payload_bytes(Box(name.heads, name.layers, pool.page_box.tokens))
+            is_near = payload - end <= place.open().capabilities.request_cost_bytes
+            assert counts[True][key] - counts[False][key] == (0 if is_near else 1)
+            assert ends[True][key] == len(place.objects()[key])
 
 
 def test_objects_of_several_sizes_share_one_place() -> None:

@@ -16,6 +16,7 @@ from hicache_store.connectors.memory import MemoryTable
 from hicache_store.layout.names import ObjectName, page_prefix
 from hicache_store.layout.parallel import Rank
 from hicache_store.store import EndReason, PageState
+from hicache_store.testing.clocks import FakeClock
 from hicache_store.testing.faults import (
     Attempt,
     CountingConnector,
@@ -118,6 +119,27 @@ def test_a_deadline_that_is_past_is_a_timeout(pages: int) -> None:
         assert reader.arrays.is_poison_outside([])
         states = reader.backup(hashes, timeout_s=0.0).states
         assert states == (PageState.TIMED_OUT,) * PAGES
+
+
+@pytest.mark.parametrize("writer", ["tp2pp1", "tp1pp2"])
+def test_an_absence_that_there_was_no_time_to_look_into_is_a_timeout(writer: str) -> None:
+    """The page lies under another grid; the deadline passes after the own cut was tried in vain."""
+    place, hashes, clock = Place(), chain(PAGES, 2), FakeClock()
+    write_pages(place, POOL, writer, hashes)
+
+    def late(attempt: Attempt) -> Fault | None:
+        if attempt.operation == "sizes" and attempt.key.startswith("v1/"):
+            clock.advance(1.0)
+        return None
+
+    with attach_rank(place, POOL, "tp1pp1", Rank(), pages=PAGES, clock=clock) as reader:
+        assert reader.restore(hashes).pages == PAGES
+    place.wrap = lambda connector: FaultyConnector(connector, late)
+    with attach_rank(place, POOL, "tp1pp1", Rank(), pages=PAGES, clock=clock) as reader:
+        report = reader.restore(hashes, timeout_s=1.0)
+        assert (report.pages, report.end.page, report.end.reason) == (0, 0, EndReason.TIMED_OUT)
+        report = reader.store.contains(hashes, timeout_s=1.0)
+        assert report.end.reason is EndReason.TIMED_OUT
 
 
 def test_the_reason_of_an_empty_request_is_none() -> None:
