@@ -11,6 +11,7 @@ from hicache_store.cli.output import Output, count_text, size_text
 from hicache_store.clock import Deadline
 from hicache_store.config import parse_url
 from hicache_store.connectors.local_sweep import SweepReport
+from hicache_store.connectors.wrapping import unwrapped
 
 
 @runtime_checkable
@@ -23,7 +24,8 @@ class _Sweeps(Protocol):
 def run(args: Namespace, out: Output) -> int:
     """Sweep; exit code 1 when the sweep could not finish."""
     bounds = {name: text for name, text in parse_url(args.url).query if name in ("quota", "ttl", "min_free")}
-    with opened(args.url, changes=True) as connector:
+    with opened(args.url, changes=True) as opened_connector:
+        connector = unwrapped(opened_connector)
         if not isinstance(connector, _Sweeps):
             scheme = connector.capabilities.scheme
             out.document({"url": args.url, "swept": False})

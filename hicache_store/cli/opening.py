@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol, runtime_checkable
+from urllib.parse import urlencode
 
 from hicache_store.cli.output import Output
 from hicache_store.config import parse_url
@@ -25,15 +26,26 @@ def opened(url: str, *, changes: bool = False) -> Iterator[Connector]:
     Raises :class:`~hicache_store.errors.ConfigurationError` when it cannot be opened. A store is never
     made by looking at it, nor by removing from it.
     """
-    scheme = parse_url(url).scheme
-    looking = with_options(url, _LOOKING.get(scheme, ()))
+    looking = _adapted(url, _LOOKING)
     if changes and looking != url:
         open_connector(looking).close()
-    connector = open_connector(with_options(url, _CHANGING.get(scheme, ())) if changes else looking)
+    connector = open_connector(_adapted(url, _CHANGING) if changes else looking)
     try:
         yield connector
     finally:
         connector.close()
+
+
+def _adapted(url: str, options: Mapping[str, tuple[tuple[str, str], ...]]) -> str:
+    """``url``, and the URLs of its layers, with what their schemes are opened with."""
+    parsed = parse_url(url)
+    if parsed.scheme != "layered":
+        return with_options(url, options.get(parsed.scheme, ()))
+    pairs = [
+        (name, _adapted(value, options) if name in ("fast", "slow") else value)
+        for name, value in parsed.query
+    ]
+    return f"layered:?{urlencode(pairs)}"
 
 
 def with_options(url: str, options: tuple[tuple[str, str], ...]) -> str:

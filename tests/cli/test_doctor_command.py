@@ -183,3 +183,19 @@ def test_the_cost_of_a_request_is_told_from_that_of_its_bytes() -> None:
     assert abs(cost - 1_024_000) < 10
     assert bench_command.request_cost(batch(4096), batch(4096)) is None
     assert doctor_command.masked("memory:") == "memory:"
+
+
+def test_gc_sweeps_what_is_wrapped(file_url: str, capsys) -> None:
+    """Options that wrap a connector hide nothing of it from the tools."""
+    assert main(["gc", f"{file_url}&quota=1GiB&retries=2&breaker=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["swept"] is True
+
+
+def test_looking_at_layers_makes_none_of_them(file_url: str, tmp_path: Path, capsys) -> None:
+    """A tool that only looks opens the layers as it opens stores: read-only, and only what is there."""
+    good = quote(file_url, safe="")
+    assert main(["ls", f"layered:?fast=memory%3A&slow={good}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == []
+    nowhere = quote(f"file://{tmp_path}/nowhere", safe="")
+    assert main(["ls", f"layered:?fast={nowhere}&slow={good}"]) == 2
+    assert not (tmp_path / "nowhere").exists()
