@@ -237,6 +237,9 @@ S3_LOOKUP_CONCURRENCY: Final = 64
 S3_INFLIGHT_BYTES: Final = 256 * MIB
 """Bodies of one S3 handle in memory at a time: 32 objects of the largest usual size."""
 
+S3_EXIT_GRACE_S: Final = 0.1
+"""Pause of a process's exit for native threads on their way back from Python."""
+
 S3_BUFFERS_KEEP_BYTES: Final = 64 * MIB
 """Memory for bodies kept between PUTs: new memory costs more in page faults than the copy into it."""
 

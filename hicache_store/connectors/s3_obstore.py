@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Awaitable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,9 +30,9 @@ from hicache_store.connectors.s3_plane import (
     judge_length,
     require_version,
 )
-from hicache_store.connectors.s3_threads import Threads
+from hicache_store.connectors.s3_threads import Threads, at_exit_after_loops
 from hicache_store.errors import ConfigurationError
-from hicache_store.limits import S3_CONNECT_TIMEOUT_S, S3_CREDENTIALS_REFRESH_S
+from hicache_store.limits import S3_CONNECT_TIMEOUT_S, S3_CREDENTIALS_REFRESH_S, S3_EXIT_GRACE_S
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config, S3Credential
@@ -43,8 +44,19 @@ _CAUSE: Final = re.compile(r'message: "([^"]*)"|(TimedOut|IncompleteMessage|Inco
 _runtime_pids: Final[set[int]] = set()
 
 
+def _await_callbacks() -> None:
+    """Let native threads end that told a loop of a result a moment ago.
+
+    One that comes back to an interpreter on its way out is ended inside native frames, which before
+    Python 3.14 aborts the process. It takes microseconds, and nothing tells when it is over.
+    """
+    time.sleep(S3_EXIT_GRACE_S)
+
+
 def claim_runtime() -> None:
     """Refuse to go on in a child of a process that used obstore: its threads exist in the parent only."""
+    if not _runtime_pids:
+        at_exit_after_loops.append(_await_callbacks)
     _runtime_pids.add(os.getpid())
     if len(_runtime_pids) > 1:
         raise ConfigurationError(
@@ -205,6 +217,8 @@ def fault_of_text(text: str) -> PlaneFault:
         return PlaneFault(FaultKind.TLS, head)
     if "kind: timeout" in lowered:
         return PlaneFault(FaultKind.TIMED_OUT, head)
+    if "redirect" in lowered:
+        return PlaneFault(FaultKind.REDIRECT, head)
     if "http error" in lowered:
         causes = [cause[1] or cause[2] for cause in _CAUSE.finditer(text)]
         words = "cannot resolve the host name" if "dns error" in lowered else ", ".join(causes[-1:])

@@ -113,9 +113,15 @@ class LoopThread:
             self._loop.stop()
 
 
+at_exit_after_loops: list[Callable[[], None]] = []
+"""What else to do at exit once no loop runs any more."""
+
+
 def _close_all_loops() -> None:
     for loop in list(_open_loops):
         loop.close()
+    for function in at_exit_after_loops:
+        function()
 
 
 atexit.register(_close_all_loops)

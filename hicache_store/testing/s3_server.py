@@ -101,6 +101,8 @@ class S3Server:
     ``refuses_bulk_without_md5``: DeleteObjects wants Content-MD5. ``is_strict``: bodies in chunks with
     trailers, checksum headers and Expect are refused, as servers do that do not know them.
     ``ignores_ranges``: a ranged GET is answered with the whole object and status 200.
+    ``before_body`` is called with method and target when the headers of a request are read and its body
+    is not.
     """
 
     def __init__(self, plan: Plan | None = None, tls: ssl.SSLContext | None = None) -> None:
@@ -111,6 +113,7 @@ class S3Server:
         self.ignores_ranges = False
         self.refuses_bulk_without_md5 = False
         self.is_strict = False
+        self.before_body: Callable[[str, str], None] = lambda _method, _target: None
         self.lifecycle = b""
         self.page_keys = 1000
         self.stopped = threading.Event()
@@ -189,7 +192,7 @@ class S3Server:
             accepted.close()
 
     def _answer_one(self, connection: socket.socket, reader: BinaryIO, number: int) -> bool:
-        request = _read_request(connection, reader, number)
+        request = _read_request(connection, reader, number, lambda m, t: self.before_body(m, t))
         if request is None:
             return False
         with self._lock:
@@ -349,7 +352,9 @@ def on_operations(fault: Fault, *operations: str, times: int | None = None, key:
     return plan
 
 
-def _read_request(connection: socket.socket, reader: BinaryIO, number: int) -> Request | None:
+def _read_request(
+    connection: socket.socket, reader: BinaryIO, number: int, before_body: Callable[[str, str], None]
+) -> Request | None:
     line = reader.readline(65_536)
     if not line:
         return None
@@ -358,12 +363,16 @@ def _read_request(connection: socket.socket, reader: BinaryIO, number: int) -> R
     while (raw := reader.readline(65_536)) not in (b"\r\n", b"\n", b""):
         name, _, value = raw.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
+    before_body(method, target)
     if headers.get("expect", "").lower() == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     if headers.get("transfer-encoding", "").lower() == "chunked":
         body = b"".join(iter(lambda: _read_chunk(reader), b""))
     else:
-        body = reader.read(int(headers.get("content-length", "0")))
+        declared = int(headers.get("content-length", "0"))
+        body = reader.read(declared)
+        if len(body) < declared:
+            return None
     parts = urlsplit(target)
     path = unquote(parts.path).lstrip("/")
     key = path.partition("/")[2]

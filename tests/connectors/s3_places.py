@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from hicache_store.clock import Deadline
+from hicache_store.config import parse_url
 from hicache_store.connectors.base import Capabilities, Entry, Outcome, Read, Touch, Write
+from hicache_store.connectors.s3 import S3Connector, connect
 from hicache_store.connectors.s3_async import AsyncS3
 from hicache_store.connectors.s3_threads import LoopThread
 from hicache_store.errors import HandleError
+
+CLIENTS = ("obstore", "boto3", "aiobotocore")
 
 
 class AsyncAdapter:
@@ -79,3 +83,11 @@ def _copy_of(test: Callable[..., None]) -> Callable[..., None]:
         test(*given, **fixtures)
 
     return run
+
+
+def open_s3_at(
+    endpoint: str, client: str = "obstore", bucket: str = "bucket", **options: object
+) -> S3Connector:
+    """The bare connector, without the wrappers that a store URL brings."""
+    query = "&".join(f"{name}={value}" for name, value in options.items())
+    return connect(parse_url(f"s3://{bucket}/store?endpoint={endpoint}&client={client}&{query}".rstrip("&")))
