@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,8 +14,7 @@ from hicache_store.connectors.memory import MemoryConnector
 from hicache_store.errors import HandleError
 from hicache_store.limits import BREAKER_CALLS, BREAKER_COOL_MAX_S, BREAKER_COOL_S, BREAKER_PROBE_S
 from hicache_store.testing.clocks import FakeClock
-from hicache_store.testing.contract_base import PATIENCE_S, page_key, run_together
-from hicache_store.testing.probes import read_of
+from hicache_store.testing.contract_base import PATIENCE_S, run_together
 
 DOWN = Outcome(Status.FAILED, "connection refused", is_transient=True)
 
@@ -172,10 +171,25 @@ def test_one_caller_probes_while_the_others_are_refused(rig: Rig) -> None:
 def test_a_probe_that_raises_leaves_it_open_for_the_next(rig: Rig) -> None:
     rig.open()
     rig.clock.advance(BREAKER_COOL_S)
-    rig.connector.close()
-    with pytest.raises(HandleError):
-        MemoryConnector.read_into(rig.inner, [read_of(page_key("x"), 13)[0]], Deadline.after(1.0))
-    rig.inner.read_into = lambda *_: (_ for _ in ()).throw(HandleError("closed"))  # type: ignore[method-assign]
-    with pytest.raises(HandleError):
+    rig.inner.read_into = raising(HandleError("forked"))  # type: ignore[method-assign,assignment]
+    with pytest.raises(HandleError, match="forked"):
         rig.touch()
     assert rig.touch()[0].status is Status.REFUSED
+    del rig.inner.read_into
+    rig.inner.answer = OK
+    rig.clock.advance(2 * BREAKER_COOL_S)
+    assert rig.touch() == [OK]
+
+
+def test_a_closed_handle_says_so_even_while_the_breaker_is_open(rig: Rig) -> None:
+    rig.open()
+    rig.connector.close()
+    with pytest.raises(HandleError, match="closed"):
+        rig.touch()
+
+
+def raising(error: Exception) -> Callable[..., list[Outcome]]:
+    def call(*_: object) -> list[Outcome]:
+        raise error
+
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from hicache_store.connectors.memory import MemoryConnector
 from hicache_store.connectors.retrying import retrying
 from hicache_store.limits import RETRY_BUDGET, RETRY_FIRST_WAIT_S
 from hicache_store.testing.clocks import FakeClock
-from hicache_store.testing.contract_base import page_key, soon, store
+from hicache_store.testing.contract_base import PATIENCE_S, page_key, run_together, soon, store
 from hicache_store.testing.probes import ProbeTarget, content, read_of
 
 BUSY = Outcome(Status.FAILED, "busy", is_transient=True)
@@ -126,8 +127,19 @@ def test_closing_ends_the_waits() -> None:
     """A call that waits for its next try returns what it has."""
     inner = Scripted([Outcome(Status.FAILED, is_transient=True, retry_after_s=50.0)])
     connector = retrying(inner, 1)
-    connector.close()
-    reopened = Scripted([Outcome(Status.FAILED, is_transient=True, retry_after_s=50.0)])
-    connector.inner.__dict__.update(reopened.__dict__)
-    assert connector.touch([Touch("k")], soon())[0].status is Status.FAILED
+    outcomes: list[Outcome] = []
+    asked = threading.Event()
+    inner_touch = inner.touch
+
+    def touch(touches: Sequence[Touch], deadline: Deadline) -> list[Outcome]:
+        asked.set()
+        return inner_touch(touches, deadline)
+
+    def close() -> None:
+        assert asked.wait(PATIENCE_S)
+        connector.close()
+
+    inner.touch = touch  # type: ignore[method-assign]
+    run_together(lambda: outcomes.extend(connector.touch([Touch("k")], soon())), close)
+    assert [outcome.status for outcome in outcomes] == [Status.FAILED]
     assert inner.asked == [1]
