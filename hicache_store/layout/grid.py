@@ -6,6 +6,7 @@ rank of a stage announces the same bytes and none has to know the other stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,9 +38,16 @@ class Grid:
             for l0, l1 in pairwise(self.layer_cuts)
         )
 
+    def chunks_touching(self, box: Box) -> Iterator[Box]:
+        """The chunks that share anything with ``box``, made one at a time: a marker read from the storage
+        may describe more chunks than anybody should build."""
+        heads = [Span(*cut) for cut in pairwise(self.head_cuts) if Span(*cut).intersect(box.heads)]
+        layers = [Span(*cut) for cut in pairwise(self.layer_cuts) if Span(*cut).intersect(box.layers)]
+        return (Box(h, stage, Span(0, box.tokens.stop)) for h in heads for stage in layers)
+
     def chunks_within(self, box: Box) -> tuple[Box, ...]:
         """The chunks that tile ``box``; raises when the box is not a union of chunks."""
-        inside = tuple(chunk for chunk in self.chunks(box.tokens.stop) if chunk.intersect(box) is not None)
+        inside = tuple(self.chunks_touching(box))
         if not inside or not all(box.covers(chunk) for chunk in inside):
             raise ConfigurationError(
                 f"heads {box.heads.start}-{box.heads.stop} x layers {box.layers.start}-{box.layers.stop} "

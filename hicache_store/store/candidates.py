@@ -74,7 +74,7 @@ class CandidateTable:
             self._grids.add(grid)
             if grid.head_cuts[-1] > self.pool.num_heads:
                 continue
-            grew |= self._add(grid.chunks(self.pool.page_size))
+            grew |= self._add(grid.chunks_touching(self.box))
         return grew
 
     def _add(self, chunks: Iterable[Box]) -> bool:
@@ -82,9 +82,10 @@ class CandidateTable:
             added = 0
             candidates = list(self.candidates)
             for chunk in chunks:
+                if len(candidates) >= CANDIDATES_MAX:
+                    break
                 leaf = leaf_of(self.pool.key_name, chunk)
-                is_useful = chunk.intersect(self.box) is not None and leaf not in self._by_leaf
-                if not is_useful or len(candidates) >= CANDIDATES_MAX:
+                if leaf in self._by_leaf:
                     continue
                 size = ObjectFormat.of(self.pool, chunk).object_bytes
                 candidate = Candidate(len(candidates), leaf, chunk, size)
