@@ -7,16 +7,20 @@ sends to rank t of the next. A group of one process uses no gloo at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from hicache_store.errors import HicacheError
 from hicache_store.layout.parallel import ParallelSpec, Rank
+
+JOIN_S: Final = 120.0
+"""Longest wait for all ranks to meet and connect, which takes seconds on a busy machine."""
 
 
 class FabricError(HicacheError, RuntimeError):
@@ -36,6 +40,7 @@ class Fabric:
 
     def __init__(self, spec: ParallelSpec, rank: Rank, rendezvous: Path | None, timeout_s: float) -> None:
         self.spec, self.rank = spec, rank
+        self._timeout = timedelta(seconds=timeout_s)
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self._tensor_group: dist.ProcessGroup | None = None
         size = spec.tp_size * spec.pp_size
@@ -44,7 +49,7 @@ class Fabric:
         if rendezvous is None:
             raise FabricError(f"{spec.label} needs a rendezvous file for its {size} ranks")
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=JOIN_S)
         with _named("joining the process group"):
             dist.init_process_group(
                 "gloo",
@@ -65,8 +70,7 @@ class Fabric:
     def sum(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The sum over the tensor-parallel group; reuses ``tensor``."""
         if self.spec.tp_size > 1:
-            with _named(what):
-                dist.all_reduce(tensor, group=self._tensor_group)
+            self._finish(what, lambda: dist.all_reduce(tensor, group=self._tensor_group, async_op=True))
         return tensor
 
     def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
@@ -74,8 +78,7 @@ class Fabric:
         if self.spec.tp_size == 1:
             return [tensor]
         found = [torch.empty_like(tensor) for _ in range(self.spec.tp_size)]
-        with _named(what):
-            dist.all_gather(found, tensor, group=self._tensor_group)
+        self._finish(what, lambda: dist.all_gather(found, tensor, self._tensor_group, async_op=True))
         return found
 
     def send(self, tensor: torch.Tensor, what: str) -> None:
@@ -89,22 +92,22 @@ class Fabric:
     def flush(self, what: str) -> None:
         """Wait until the last hand-over was taken."""
         if self._sending is not None:
-            with _named(what):
-                self._sending[0].wait()
+            work, _ = self._sending
+            self._finish(what, lambda: work)
             self._sending = None
 
     def receive(self, rows: int, columns: int, what: str) -> torch.Tensor:
         """Float32 (rows, columns) from the stage before."""
         tensor = torch.empty(rows, columns)
-        with _named(what):
-            dist.recv(tensor, self._number(Rank(self.rank.tp, self.rank.pp - 1)))
+        source = self._number(Rank(self.rank.tp, self.rank.pp - 1))
+        self._finish(what, lambda: dist.irecv(tensor, source))
         return tensor
 
     def from_last_stage(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Every rank gets the last stage's ``tensor``; the others give one of the same shape."""
         if self.spec.pp_size > 1:
-            with _named(what):
-                dist.broadcast(tensor, self._number(Rank(0, self.spec.pp_size - 1)))
+            source = self._number(Rank(0, self.spec.pp_size - 1))
+            self._finish(what, lambda: dist.broadcast(tensor, source, async_op=True))
         return tensor
 
     def minimum(self, value: int, what: str) -> int:
@@ -112,9 +115,14 @@ class Fabric:
         if self.spec.tp_size * self.spec.pp_size == 1:
             return value
         tensor = torch.tensor([value])
-        with _named(what):
-            dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        self._finish(what, lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, async_op=True))
         return int(tensor)
+
+    def _finish(self, what: str, start: Callable[[], dist.Work | None]) -> None:
+        with _named(what):
+            work = start()
+            assert work is not None
+            work.wait(self._timeout)
 
     def close(self) -> None:
         """Leave the groups."""

@@ -210,7 +210,7 @@ def random8() -> ModelSource:
     shape = ModelConfig(
         num_layers=8, hidden=512, num_query_heads=16, num_kv_heads=8, head_dim=64, ffn=1024, vocab=256
     )
-    return ModelSource("random8", config=shape, seed=13)
+    return ModelSource("random8", config=shape, seed=25)
 
 
 def model_named(name: str) -> ModelSource:

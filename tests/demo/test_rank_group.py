@@ -31,7 +31,7 @@ from hicache_store.demo.weights import ModelSource, smollm2
 from hicache_store.errors import DeadlineExceededError, HandleError, TopologyError
 from hicache_store.layout.parallel import ParallelSpec
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 TOKENS = prompt(100, seed=4)
 COUNT = 16
 
@@ -180,7 +180,7 @@ def test_a_rank_that_hangs_is_told_by_its_peers(tiny: ModelSource) -> None:
     error = faulty(tiny, lambda pids: os.kill(pids["tp0pp1"], signal.SIGSTOP), collective_timeout_s=1.0)
     assert error.startswith("RankError: rank tp")
     assert "FabricError: " in error
-    assert error.endswith("; no answer from rank tp0pp1")
+    assert "tp0pp1" in error.rsplit("; no answer from rank ", 1)[1]
 
 
 def test_ranks_that_all_hang_run_into_the_callers_deadline(tiny: ModelSource) -> None:
