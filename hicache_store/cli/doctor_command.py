@@ -90,7 +90,9 @@ def masked(url: str) -> str:
         name, has_password, _ = user.partition(":")
         place = f"{name}:{_MASK}@{host}" if has_password else place
     query = "&".join(_masked_option(pair) for pair in parts.query.split("&")) if parts.query else ""
-    return urlunsplit((parts.scheme, place, parts.path, query, parts.fragment))
+    shown = urlunsplit(("", place, parts.path, query, parts.fragment))
+    slashes = "//" if url.startswith(f"{parts.scheme}:///") and not shown.startswith("///") else ""
+    return f"{parts.scheme}:{slashes}{shown}"
 
 
 def _masked_option(pair: str) -> str:

@@ -118,6 +118,7 @@ def test_both_layers_are_examined(file_url: str, tmp_path: Path, capsys) -> None
     [
         ("redis://:hunter2@h:1/0?ttl=1h", "redis://:***@h:1/0?ttl=1h"),
         ("redis://me:hunter2@h", "redis://me:***@h"),
+        ("unix:///run/r.sock?db=1", "unix:///run/r.sock?db=1"),
         ("s3://b/p?secret_access_key=hunter2&region=x", "s3://b/p?secret_access_key=***&region=x"),
         ("s3://b?endpoint=http://me:hunter2@h:9000", "s3://b?endpoint=http://me:***@h:9000"),
         ("redis://h?password_env=NAME", "redis://h?password_env=NAME"),
