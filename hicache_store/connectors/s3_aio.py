@@ -30,13 +30,12 @@ from hicache_store.connectors.s3_answers import (
 from hicache_store.connectors.s3_boto import (
     Access,
     ClientError,
-    add_content_md5,
     client_options,
     error_code,
     fault_of,
     is_absence,
+    make_plain,
     service_models,
-    without_expect_header,
 )
 from hicache_store.connectors.s3_plane import (
     Body,
@@ -164,8 +163,7 @@ class AioPlane:
                         config=AioConfig(**options),
                     )
                 )
-                without_expect_header(client)
-                client.meta.events.register("before-sign.s3.DeleteObjects", add_content_md5)
+                make_plain(client)
                 self._stack, self._opened = stack, client
         return self._opened
 

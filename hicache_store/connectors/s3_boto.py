@@ -179,8 +179,7 @@ class BotoSession:
             verify=verify,
             config=client_config(settings, settings.concurrency, style),
         )
-        without_expect_header(client)
-        client.meta.events.register("before-sign.s3.DeleteObjects", add_content_md5)
+        make_plain(client)
         self._client = client
 
     def _resolve(self) -> Access:
@@ -207,13 +206,24 @@ def _close(client: Any) -> None:
     client.close()
 
 
-def without_expect_header(client: Any) -> None:
-    """Send bodies at once: servers that do not know ``Expect`` make every PUT wait a second."""
-    client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
+def make_plain(client: Any) -> None:
+    """Have a client of either SDK do one request for one call, in words that old servers know.
+
+    Bodies are sent at once: servers that do not know ``Expect`` make every PUT wait a second. The sum of
+    a DeleteObjects is also sent as MD5. A redirection is an answer: botocore follows it by asking for the
+    bucket's region, and where that question is redirected too it does so until the stack is full.
+    """
+    events = client.meta.events
+    events.unregister("before-call.s3", botocore.handlers.add_expect_header)
+    events.register("before-sign.s3.DeleteObjects", _add_content_md5)
+    events.register("before-call.s3", _take_redirection_for_done)
 
 
-def add_content_md5(request: Any, **_: object) -> None:
-    """Give DeleteObjects the sum that servers ask for which do not know the newer ones."""
+def _take_redirection_for_done(params: dict[str, Any], **_: object) -> None:
+    params.get("context", {}).setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _add_content_md5(request: Any, **_: object) -> None:
     body = request.data or b""
     if isinstance(body, str):
         body = body.encode()
@@ -265,6 +275,14 @@ def is_absence(error: ClientError) -> bool:
 def error_code(error: ClientError) -> str:
     """The code of an error document."""
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def facts_beside(error: ClientError) -> BucketFacts:
+    """What a refused look at a bucket tells all the same: AWS names the region of a bucket elsewhere."""
+    facts = facts_of(error.response)
+    if facts.region is None:
+        raise error
+    return facts
 
 
 def is_beyond_end(error: ClientError) -> bool:
@@ -330,7 +348,10 @@ class BotoPlane:
         """HEAD of the bucket."""
 
         def work(_: IsStopped) -> BucketFacts:
-            answer = self._or_none("head_bucket")
+            try:
+                answer = self._or_none("head_bucket")
+            except ClientError as error:
+                return facts_beside(error)
             if answer is None:
                 raise PlaneFault(FaultKind.NO_BUCKET, f"{self._bucket} is not there", status=404)
             return facts_of(answer)

@@ -59,11 +59,13 @@ class PlaneFault(HicacheError):  # noqa: N818  a fault is what the outcomes call
         detail: str = "",
         *,
         status: int | None = None,
+        code: str = "",
         retry_after_s: float | None = None,
     ) -> None:
         self.kind = kind
         self.detail = " ".join(detail.split())[:_DETAIL_CHARS]
         self.status = status
+        self.code = code
         self.retry_after_s = retry_after_s
         super().__init__(f"{kind}: {self.detail}" if self.detail else str(kind))
 
@@ -74,8 +76,9 @@ class PlaneFault(HicacheError):  # noqa: N818  a fault is what the outcomes call
 
     @property
     def may_be_stale_credentials(self) -> bool:
-        """Whether new credentials could help. The answer to a HEAD has no body to tell more."""
-        return self.kind in (FaultKind.CREDENTIALS, FaultKind.DENIED) or self.status == 400
+        """Whether new credentials could help. The answer to a HEAD has no body that tells more."""
+        is_bare = self.status == 400 and not self.code
+        return self.kind in (FaultKind.CREDENTIALS, FaultKind.DENIED) or is_bare
 
     def outcome(self) -> Outcome:
         """What the fault means for one item."""
@@ -234,9 +237,8 @@ def fault_of_answer(
     if kind is FaultKind.REDIRECT:
         words.append("the bucket lies elsewhere: give its region or endpoint")
     retry_after_s = _retry_after_s((headers or {}).get("retry-after"))
-    return PlaneFault(
-        kind, " ".join(word for word in words if word), status=status, retry_after_s=retry_after_s
-    )
+    told = " ".join(word for word in words if word)
+    return PlaneFault(kind, told, status=status, code=code, retry_after_s=retry_after_s)
 
 
 def fault_of_error_body(status: int, body: str) -> PlaneFault:

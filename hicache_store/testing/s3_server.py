@@ -192,7 +192,7 @@ class S3Server:
             accepted.close()
 
     def _answer_one(self, connection: socket.socket, reader: BinaryIO, number: int) -> bool:
-        request = _read_request(connection, reader, number, lambda m, t: self.before_body(m, t))
+        request = _read_request(connection, reader, number, self._hook)
         if request is None:
             return False
         with self._lock:
@@ -205,6 +205,9 @@ class S3Server:
         reply = self._answer(request) if fault is None else fault
         connection.sendall(_head(reply, len(reply.body)) + (b"" if request.method == "HEAD" else reply.body))
         return True
+
+    def _hook(self, method: str, target: str) -> None:
+        self.before_body(method, target)  # as it is now: this connection may have waited a while
 
     def _send_broken(self, connection: socket.socket, request: Request, reply: Reply, fault: Broken) -> bool:
         body = b"" if request.method == "HEAD" else reply.body
