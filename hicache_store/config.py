@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -105,13 +106,26 @@ def choice_option(name: str, default: str, choices: tuple[str, ...]) -> Option:
     return Option(name, str, "one of " + ", ".join(choices), default, choices=choices)
 
 
-@dataclass(frozen=True, slots=True)
+_LOGIN = re.compile(r"//([^:@/?#]*):.*@", re.DOTALL)
+
+
+def redacted(url: str) -> str:
+    """``url`` for people and logs: a password in it is replaced by ``***``."""
+    return _LOGIN.sub(r"//\1:***@", url)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class StoreUrl:
-    """A parsed store URL. ``location`` is everything between the scheme and the query."""
+    """A parsed store URL. ``location`` is everything between the scheme and the query; it may hold a
+    password, which shows in no text of this object."""
 
     scheme: str
     location: str
     query: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        location = redacted(f"//{self.location}")[2:]
+        return f"StoreUrl(scheme={self.scheme!r}, location={location!r}, query={self.query!r})"
 
     def options(self, known: Sequence[Option]) -> OptionValues:
         """The typed values of this URL's query; raises on any that is not right."""
@@ -123,20 +137,22 @@ def parse_url(url: str) -> StoreUrl:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigurationError(f"{url!r} is not a store URL: {error}") from error
+        raise ConfigurationError(f"{redacted(url)!r} is not a store URL: {error}") from None
     if parts.fragment or url.endswith("#"):
-        raise ConfigurationError(f"{url!r} holds a '#', which would hide what follows; write it as %23")
+        raise ConfigurationError(
+            f"{redacted(url)!r} holds a '#', which would hide what follows; write it as %23"
+        )
     if not parts.scheme:
         raise ConfigurationError(
-            f"{url!r} is not a store URL: it has no scheme; "
+            f"{redacted(url)!r} is not a store URL: it has no scheme; "
             "write file:///absolute/path, memory://name or another scheme"
         )
     location = unquote(parts.netloc + parts.path)
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
-        message = f"the options {parts.query!r} are not name=value pairs joined by &"
-        raise ConfigurationError(message) from error
+    except ValueError:  # its text may be a part of a password
+        message = f"{redacted(url)!r}: the options are not name=value pairs joined by &"
+        raise ConfigurationError(message) from None
     return StoreUrl(parts.scheme.lower(), location, tuple(query))
 
 

@@ -79,7 +79,7 @@ def took_place(wire: Wire, watched: bool, version: str, deadline: Deadline) -> O
         raise ProtocolError(f"EXEC is answered by {executed.kind!r}")
     if executed.number < 0:
         return _CHANGED
-    return _outcome_of_set(wire.head(deadline, is_nested=True), version)
+    return _outcome_of_set(wire.head(deadline), version)
 
 
 def _outcome_of_set(head: Head, version: str) -> Outcome:

@@ -53,7 +53,7 @@ class Dialer:
                 wire.measure(sooner)
             except OSError as error:
                 wire.channel.close()
-                return DialError(f"{to} ended the connection: {error}")
+                return DialError(f"{to} refuses the connection: {error}")
             if not claim.enter():
                 wire.channel.close()
             return wire
@@ -65,7 +65,8 @@ class Dialer:
         if isinstance(result, Outcome):
             self._metrics.add("redis.dial_failed")
             if result.status is Status.TIMED_OUT:
-                raise TimeoutError(f"{address} did not answer in time")
+                hint = "" if settings.tls is None else "; does it speak TLS there?"
+                raise TimeoutError(f"{address} did not answer in time{hint}")
             raise DialError(f"{address} cannot be reached: {result.detail}")
         self._metrics.add("redis.connections_opened")
         return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import Outcome, Status
@@ -42,6 +42,9 @@ class Redo:
     is_broken: bool = False
     may_repeat: bool = True
 
+
+_UNSERVED: Final = Redo(Outcome(Status.FAILED, "no server serves the key", is_transient=True), is_broken=True)
+_LEFT_OVER: Final = Redo(Outcome(Status.FAILED, "every connection broke", is_transient=True), is_broken=True)
 
 Done: TypeAlias = "list[tuple[int, ResultT | Redo]]"
 
@@ -187,8 +190,9 @@ class Rounds:
                     redo.append((index, result))
                 else:
                     results[index] = result
-        nobody = Outcome(Status.FAILED, "no server serves the key", is_transient=True)
-        redo += [(index, Redo(nobody, is_broken=True)) for index in unserved]
+        redo += [(index, _UNSERVED) for index in unserved]
+        if not self._deadline.is_past:  # else what nobody took is out of time
+            redo += [(index, _LEFT_OVER) for lane in lanes for index in lane.queue.take(len(indexes))]
         return redo
 
     def _lanes(self, indexes: Sequence[int]) -> tuple[list[Lane[ResultT]], list[int]]:

@@ -202,7 +202,10 @@ def _addresses(scheme: str, hosts: str, default_port: int) -> tuple[Address, ...
             host, port = text, str(default_port)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigurationError(f"{scheme}: {text!r} is not a host or host:port")
+            raise ConfigurationError(  # without the text, which may be a part of a password
+                f"{scheme}: the address is not host or host:port; "
+                "write '@', ':', '/', '?' and '#' in a password as %40, %3A, %2F, %3F and %23"
+            )
         found.append(Address(host, int(port)))
     if len(found) > 1 and scheme not in ("redis+cluster", "redis+sentinel"):
         raise ConfigurationError(

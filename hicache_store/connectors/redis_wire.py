@@ -28,6 +28,7 @@ _HEAD_BYTES: Final = 4096
 _SHORT_BYTES: Final = 64 * 1024
 _SKIP_BYTES: Final = 64 * 1024
 _CRLF: Final = b"\r\n"
+_DIGITS_MAX: Final = 19
 _CUT: Final = -1
 """In place of the bytes left of a value: nobody knows how many of them were read."""
 
@@ -84,10 +85,12 @@ class Wire:
         self._tail = bytearray(VERSION_BYTES + len(_CRLF))
 
     def measure(self, deadline: Deadline) -> None:
-        """Learn the time of a round trip, proxies included."""
+        """Learn the time of a round trip, proxies included; raises when the server wants a login."""
         began_s = time.perf_counter()
-        self.ask(_PING, 1, deadline)
+        (reply,) = self.ask(_PING, 1, deadline)
         self.round_trip_s = time.perf_counter() - began_s
+        if isinstance(reply, ErrorReply) and reply.kind == "NOAUTH":
+            raise ProtocolError(reply.text)
 
     def ahead_bytes(self, least: int) -> int:
         """Bytes worth having on their way at a time: what the network carries in a round trip.
@@ -104,10 +107,12 @@ class Wire:
 
     def send(self, views: Sequence[memoryview | bytes], replies: int, deadline: Deadline) -> None:
         """Send commands to which ``replies`` replies are due."""
+        if self._is_cut:
+            raise ProtocolError("a request was broken off here")
         self._owed += replies
-        is_cut, self._is_cut = self._is_cut, True
+        self._is_cut = True
         self.channel.send([memoryview(view) for view in views], deadline)
-        self._is_cut = is_cut
+        self._is_cut = False
 
     def ask(self, commands: bytes, replies: int, deadline: Deadline) -> list[Reply]:
         """Send commands and read their replies, all of them short."""
@@ -121,29 +126,28 @@ class Wire:
             reader.feed(memory, 0, count)
             while (reply := reader.gets()) is not _NOTHING:
                 found.append(reply)
-        self._owed -= len(found)
+        self._owed -= replies
         if reader.has_data() or len(found) != replies:
             self._is_cut = True
             raise ProtocolError("the server sent more than was asked for")
         return found
 
-    def head(self, deadline: Deadline, is_nested: bool = False) -> Head:
-        """Read the first line of the next reply; ``is_nested`` inside an array, whose line was counted."""
-        if self._body_left or not (self._owed or is_nested):
+    def head(self, deadline: Deadline) -> Head:
+        """Read the first line of the next reply. The replies of an array are owed from then on."""
+        if self._body_left or not self._owed:
             raise ProtocolError("no reply is due here")
         line = self._line(deadline)
-        self._owed -= not is_nested
+        self._owed -= 1
         kind, text = line[:1], line[1:]
-        if kind in ("+", "-") or not line:
+        if kind in ("+", "-"):
             return Head(kind, 0, text)
-        try:
-            number = int(text)
-        except ValueError:
-            number = -2
-        if kind not in (":", "$", "*") or (kind != ":" and number < -1):
+        if kind not in (":", "$", "*") or not _is_number(text, least=-1 if kind in ("$", "*") else None):
             raise ProtocolError(f"{line[:80]!r} is not the begin of a reply")
+        number = int(text)
         if kind == "$" and number >= 0:
             self._body_left = number + len(_CRLF)
+        elif kind == "*":
+            self._owed += max(0, number)
         return Head(kind, number, text)
 
     def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
@@ -236,6 +240,13 @@ class Wire:
                 self._buffer[:held] = self._buffer[self._start : self._stop]
                 self._start, self._stop = 0, held
             self._stop += self.channel.receive_some(self._view[self._stop :], deadline)
+
+
+def _is_number(text: str, least: int | None) -> bool:
+    digits = text[1:] if text[:1] == "-" else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX):
+        return False
+    return least is None or int(text) >= least
 
 
 _NOTHING: Final = object()
