@@ -203,6 +203,7 @@ def test_d13_plain_requests_suit_old_servers(server: S3Server, client: str) -> N
     server.is_strict = True
     server.refuses_bulk_without_md5 = True
     connector = open_s3_at(server.endpoint, client)
+    assert connector.capabilities.create_only
     assert_round_trip(connector)
     keys = [f"v1/bb/{index}" for index in range(5)]
     connector.write_from([write_of(key, b"x" * 50) for key in keys], soon())
@@ -240,6 +241,18 @@ def test_a_server_that_ignores_conditions_is_found_out_and_warned_of(
     server.forget_requests()
     assert connector.write_from([write_of("v1/aa/kv", b"x" * 3_000)], soon())[0].status is Status.EXISTS
     assert server.counts() == {"HEAD": 1}, "it is looked for before it is sent"
+    connector.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_bucket_elsewhere_tells_its_region(server: S3Server, client: str) -> None:
+    """Even a refused look at it does."""
+    server.plan = on_operations(
+        error_reply(301, "PermanentRedirect", {"x-amz-bucket-region": "eu-west-1"}), "BUCKET"
+    )
+    connector = open_s3_at(server.endpoint, client)
+    assert connector.facts.region == "eu-west-1"
+    assert server.count("BUCKET") == 1, "a redirection is an answer"
     connector.close()
 
 

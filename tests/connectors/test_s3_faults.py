@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -193,6 +194,50 @@ def test_a_write_that_gets_no_answer_fails(connector: S3Connector, server: S3Ser
     assert outcome.status in (Status.FAILED, Status.TIMED_OUT), outcome
     assert outcome.is_transient
     assert_recovers(connector, server)
+
+
+LIES = {
+    "ten bytes more": (100, SIZE + 10, f"bytes 100-{SIZE - 1}/{SIZE}"),
+    "ten bytes fewer": (100, SIZE - 10, f"bytes 100-{SIZE - 1}/{SIZE}"),
+    "another range": (0, SIZE - 100, f"bytes 0-{SIZE - 101}/{SIZE}"),
+    "no range told": (100, SIZE, ""),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a31_a_part_that_is_not_the_one_asked_for(
+    connector: S3Connector, server: S3Server, name: str
+) -> None:
+    """Length and place of a part must be those of the request, whatever else is right."""
+    start, stop, told = LIES[name]
+    data = content(KEY, SIZE) + bytes(100)
+    headers = {"etag": etag(content(KEY, SIZE)), "last-modified": "Mon, 02 Feb 2026 00:00:00 GMT"}
+    if told:
+        headers["content-range"] = told
+    server.plan = on_operations(Reply(206, data[start:stop], headers), "GET", key=KEY)
+    target = ProbeTarget([(100, [SIZE - 100])])
+    (outcome,) = connector.read_into([Read(KEY, SIZE, target, [(100, SIZE)])], soon())
+    assert outcome.status in (Status.FAILED, Status.TIMED_OUT), outcome
+    assert target.events == []
+    assert_recovers(connector, server)
+
+
+def test_a_request_holds_memory_of_its_own(connector: S3Connector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request left behind still sends must not be what the caller fills its memory with next."""
+    held: list[memoryview] = []
+
+    async def hang(_key: str, body: memoryview, _condition: object) -> None:
+        held.append(body)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(connector._engine.plane, "put", hang)
+    memory = bytearray(content("v1/own", SIZE))
+    write = Write("v1/own", SIZE, BufferSource.of(memory))
+    assert connector.write_from([write], Deadline.after(0.2))[0].status is Status.TIMED_OUT
+    memory[:] = b"\xee" * SIZE
+    monkeypatch.undo()
+    assert connector.write_from([write_of("v1/next", b"x" * SIZE)], soon())[0].status is Status.OK
+    assert [bytes(body) for body in held] == [content("v1/own", SIZE)]
 
 
 def test_a_body_longer_than_its_length_spoils_no_later_read(connector: S3Connector, server: S3Server) -> None:
