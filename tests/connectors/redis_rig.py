@@ -263,3 +263,12 @@ def opened(url: str) -> Iterator[RedisConnector]:
         yield handle
     finally:
         handle.close()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Until it is, for a minute at most."""
+    for _ in range(6_000):
+        if is_true():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("waited for a minute")

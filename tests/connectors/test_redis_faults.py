@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -26,7 +26,7 @@ from hicache_store.limits import MIB, REDIS_CONNECTIONS_MAX
 from hicache_store.testing.contract_base import fetch, run_together, soon, store
 from hicache_store.testing.probes import ProbeTarget, content, read_of, variant_of, write_of
 from hicache_store.testing.redis_servers import RedisServer, redis_sentinel, redis_server
-from tests.connectors.redis_rig import LyingServer, Proxy, bulk, open_redis, opened
+from tests.connectors.redis_rig import LyingServer, Proxy, bulk, open_redis, opened, wait_until
 
 SIZE = 300_001
 
@@ -77,15 +77,6 @@ def assert_nothing_wrong(
             assert "check" not in target.events
         assert target.guards_hold
         assert target.events.count("parts") == target.events.count("release") <= 1
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Until it is, for a minute at most."""
-    for _ in range(6_000):
-        if is_true():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("waited for a minute")
 
 
 def assert_well(connector: RedisConnector, objects: dict[str, bytes]) -> None:
@@ -510,24 +501,26 @@ def test_a_master_that_becomes_a_replica_and_a_master_again() -> None:
         assert connector.write_from([write_of("new", bytes(100))], soon())[0].status is Status.OK
 
 
-def test_sentinels_lead_to_the_new_master() -> None:
+def test_sentinels_lead_to_the_new_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master dies; the same handle writes to its successor once the sentinel has named it."""
     objects = objects_of(4)
     with (
         redis_server() as master,
         redis_server(replica_of=master, name="replica") as replica,
-        redis_sentinel(master) as sentinel,
+        redis_sentinel(master, "cache", password="hidden") as sentinel,
     ):
-        wait_until(lambda: bool(sentinel.ask("SENTINEL", "REPLICAS", "mymaster")))
-        with opened(f"redis+sentinel://127.0.0.1:1,{sentinel.address}/mymaster") as connector:
+        wait_until(lambda: bool(sentinel.ask("SENTINEL", "REPLICAS", "cache")))
+        monkeypatch.setenv("SENTINEL_PASSWORD", "hidden")
+        url = f"redis+sentinel://127.0.0.1:1,{sentinel.address}/cache/2"
+        with opened(f"{url}?sentinel_password_env=SENTINEL_PASSWORD") as connector:
             store(connector, objects)
-            wait_until(lambda: replica.ask("DBSIZE") == len(objects))
+            wait_until(lambda: f"keys={len(objects)}," in replica.info("db2"))
             master.daemon.kill()
             assert {one.status for one in read_all(connector, objects)[0]} == {Status.FAILED}
             writes = [write_of("new", bytes(100))]
             wait_until(lambda: connector.write_from(writes, soon())[0].is_ok)
             assert_well(connector, objects)
-            assert replica.ask("EXISTS", b"hicache:new") == 1
+            assert f"keys={len(objects) + 1}," in replica.info("db2")
 
 
 # -- attaching -----------------------------------------------------------------------------
