@@ -23,8 +23,13 @@ def test_the_docs_hold_examples() -> None:
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_python_blocks_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if "REDIS_URL" in code:
+        server = request.getfixturevalue("redis_single")
+        monkeypatch.setenv("REDIS_URL", f"redis://{server.address}")
     exec(compile(code.replace("/tmp/", f"{tmp_path}/"), "<docs>", "exec"), {"__name__": "docs"})
 
 
