@@ -23,6 +23,7 @@ from hicache_store.connectors.base import (
 from hicache_store.connectors.redis_connector import RedisConnector
 from hicache_store.errors import ConfigurationError, HandleError, HicacheError
 from hicache_store.limits import MIB, REDIS_CONNECTIONS_MAX
+from hicache_store.testing.clocks import FakeClock
 from hicache_store.testing.contract_base import fetch, run_together, soon, store
 from hicache_store.testing.probes import ProbeTarget, content, read_of, variant_of, write_of
 from hicache_store.testing.redis_servers import RedisServer, redis_sentinel, redis_server
@@ -174,6 +175,20 @@ def test_a_write_whose_reply_is_lost_is_whole(handle: RedisConnector, proxy: Pro
         assert outcome.status in (Status.FAILED, Status.OK, Status.EXISTS)
         assert connector.write_from([write], soon())[0].is_ok
     assert_well(handle, objects)
+
+
+def test_a_write_that_the_server_has_when_time_is_up_is_not_denied(
+    redis_single: RedisServer, prefix: str
+) -> None:
+    """Its reply is only moments away; the next one is not even begun."""
+    clock = FakeClock()
+    with opened(f"redis://{redis_single.address}?prefix={prefix}&threads=1") as connector:
+        writes = [write_of(key, data) for key, data in objects_of(3).items()]
+        writes[1].source.on_release = lambda: clock.advance(60.0)
+        outcomes = connector.write_from(writes, Deadline.after(30.0, clock))
+        assert [one.status for one in outcomes] == [Status.OK, Status.OK, Status.TIMED_OUT]
+        assert writes[2].source.events == []
+        assert connector.sizes(list(objects_of(3)), soon()) == [SIZE, SIZE, None]
 
 
 # -- no reply reaches another command ------------------------------------------------------
