@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
+TEST_WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
@@ -44,7 +45,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/hicache demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-servers
-	$(BIN)/python -m pytest -m "not soak" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 soak: $(VENV)/.installed-servers
 	HICACHE_SOAK=1 $(BIN)/python -m pytest --timeout=3600 $(TEST_ARGS)

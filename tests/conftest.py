@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,8 +27,11 @@ settings.load_profile("soak" if IS_SOAK else "ci")
 _COUNTS = pytest.StashKey[Counter[str]]()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_COUNTS] = Counter()
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(CollectsCounts())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,9 +66,21 @@ def _skipped(config: pytest.Config) -> list[str]:
     return [f"{report.nodeid}: {report.longrepr[-1]}" for report in reports]
 
 
+class CollectsCounts:
+    """Adds up what the worker processes of a parallel run counted."""
+
+    @pytest.hookimpl
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        counted = getattr(node, "workeroutput", {}).get("counts", {})
+        node.config.stash[_COUNTS].update(counted)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A test that did not run has shown nothing: where CI is set, a skip is a failure."""
+    workeroutput = getattr(session.config, "workeroutput", None)
+    if workeroutput is not None:
+        workeroutput["counts"] = dict(session.config.stash[_COUNTS])
     if IS_CI and session.exitstatus == pytest.ExitCode.OK and _skipped(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
