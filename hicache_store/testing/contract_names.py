@@ -82,7 +82,11 @@ class NameContract(ContractBase):
         keys = [page_key(f"sizes {index}") for index in range(10_000)]
         there = {index: 20 + index % 50 for index in range(0, 10_000, 97)}
         store(writer, {keys[index]: content(keys[index], size) for index, size in there.items()})
-        assert connector.sizes(keys, soon()) == [there.get(index) for index in range(10_000)]
+        found = connector.sizes(keys, soon())
+        assert len(found) == len(keys)
+        # Told in few words: a difference of two lists of this length takes minutes to spell out.
+        wrong = [index for index, size in enumerate(found) if size != there.get(index)]
+        assert not wrong[:3]
 
     def test_delete_removes_exactly_the_named(self, connector: Connector, writer: Connector) -> None:
         """Deleting is by item, in order, and frees the key for another content."""
