@@ -9,7 +9,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 
-from benchmarks import copies, files, layouts, planning, redis, topologies
+from benchmarks import copies, files, layouts, planning, redis, s3, topologies
 from benchmarks.measure import Row, print_table
 
 Tables = Iterator[tuple[str, list[Row]]]
@@ -49,6 +49,10 @@ def _redis(given: argparse.Namespace) -> Tables:
     yield from redis.run(threads=given.threads, pages=given.pages, rounds=given.rounds)
 
 
+def _s3(given: argparse.Namespace) -> Tables:
+    yield from s3.run(threads=given.threads, pages=given.pages, rounds=given.rounds)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "copies": _copies,
     "planning": _planning,
@@ -57,6 +61,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "topologies": _topologies,
     "cold": _cold,
     "redis": _redis,
+    "s3": _s3,
 }
 
 

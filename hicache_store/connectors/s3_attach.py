@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -61,7 +62,7 @@ async def attach(settings: S3Settings, metrics: Metrics) -> Attached:
     Raises :class:`ConfigurationError`, naming the place and the cause. No step waits longer for the
     network than S3_ATTACH_TIMEOUT_S.
     """
-    landing = Threads(S3_LANDING_THREADS, "s3-landing", metrics)
+    landing = Threads(min(S3_LANDING_THREADS, max(2, os.cpu_count() or 1)), "s3-landing", metrics)
     requests = Threads(min(settings.concurrency, WORKERS_MAX), "s3-request", metrics)
     try:
         return await _attach(settings, metrics, landing, requests)

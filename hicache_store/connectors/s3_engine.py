@@ -1,8 +1,8 @@
 """The batches of an S3 store, as coroutines over a plane, for whatever loop they run on.
 
-One coroutine a request in flight pulls items of its batch; requests of all batches of a handle share
-one gate, which bounds their number and the bytes of the bodies in memory. Bodies land on threads, so
-that copying and checking never hold up the loop.
+Coroutines pull the items of their batch. All batches of a handle share two gates: one bounds the
+requests in flight, one the items and bytes in memory, of which twice as many may be there, so that the
+network goes on while bodies are copied. That happens on threads and never holds up the loop.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class S3Engine:
         self.conditions = Conditions()
         self.metrics = metrics
         self._landing = landing
-        self._gate = Gate(settings.concurrency, S3_INFLIGHT_BYTES)
+        self._requests = Gate(settings.concurrency, 0)
+        self._memory = Gate(2 * settings.concurrency, S3_INFLIGHT_BYTES)
         self._lookups = Gate(S3_LOOKUP_CONCURRENCY, 0)
         self._buffers = Buffers(S3_BUFFERS_KEEP_BYTES)
         self._renewal = asyncio.Lock()
@@ -99,8 +100,9 @@ class S3Engine:
             read = reads[index]
             key = object_key(self.settings.prefix, read.key)
             spans = read.fetched
-            async with self._gate.hold(sum(stop - start for start, stop in spans)):
-                bodies = await self._fetch(key, spans, read.size_bytes)
+            async with self._memory.hold(sum(stop - start for start, stop in spans)):
+                async with self._requests.hold(0):
+                    bodies = await self._fetch(key, spans, read.size_bytes)
                 if isinstance(bodies, Outcome):
                     batch.record(index, bodies)
                 elif not batch.is_late:
@@ -114,7 +116,7 @@ class S3Engine:
         async def one(index: int) -> None:
             write = writes[index]
             key = object_key(self.settings.prefix, write.key)
-            async with self._gate.hold(write.size_bytes):
+            async with self._memory.hold(write.size_bytes):
                 batch.record(index, await self._write(write, key, batch))
 
         await self._each_item(len(writes), one, batch)
@@ -198,14 +200,16 @@ class S3Engine:
     async def _write(self, write: Write, key: str, batch: Batch) -> Outcome:
         if not 0 < write.size_bytes <= S3_OBJECT_BYTES_MAX:
             return Outcome(Status.REFUSED, f"an object has 1 to {S3_OBJECT_BYTES_MAX} bytes")
-        decided = await self._judge(write, key)
+        async with self._requests.hold(0):
+            decided = await self._judge(write, key)
         if decided is not None:
             return decided
         body = await self._land(lambda: collect(write, batch, self._buffers))
         if isinstance(body, Outcome):
             return body
         for _ in range(S3_PUT_TRIES):
-            outcome = await self._put(write, key, body)
+            async with self._requests.hold(0):
+                outcome = await self._put(write, key, body)
             if outcome is not None:
                 if outcome.status is Status.OK:  # else the client may not be done with the body
                     self._buffers.give_back(body)
@@ -346,7 +350,7 @@ class S3Engine:
             except Exception as error:
                 batch.record(place_of(index), failure(error))
 
-        await _each(count, self.settings.concurrency, guarded, batch)
+        await _each(count, 2 * self.settings.concurrency, guarded, batch)
 
 
 async def _each(count: int, limit: int, one: Callable[[int], Awaitable[None]], batch: Batch) -> None:
