@@ -93,7 +93,7 @@ class Topology:
         """
         if not self.is_cluster and self._settings.kind != "sentinel":
             return
-        if not self._refreshing.acquire(timeout=deadline.remaining_s()):
+        if not self._refreshing.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             return
         try:
             now = deadline.clock.monotonic()
@@ -102,7 +102,10 @@ class Topology:
             self._fresh_until = now + REDIS_REFRESH_S
             self._metrics.add("redis.topology_refreshed")
             try:
-                self._ask_cluster(deadline) if self.is_cluster else self._ask_sentinels(deadline)
+                if self.is_cluster:
+                    self._ask_cluster(deadline)
+                else:
+                    self._ask_sentinels(deadline)
             except OSError:
                 self._metrics.add("redis.topology_failed")
                 if must:

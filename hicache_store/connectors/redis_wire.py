@@ -2,7 +2,7 @@
 
 Replies that are short go through hiredis, many at a time (:meth:`Wire.ask`). A value goes straight into
 the memory it belongs to: its length line is read first (:meth:`Wire.head`), then its bytes
-(:meth:`Wire.fill`); hiredis would copy it twice.
+(:meth:`Wire.fill_and_version`); hiredis would copy it twice.
 
 A wire counts the replies it still owes. Only one that owes nothing, holds no unread byte and was cut off
 nowhere may be used again, so that no reply ever reaches another command: :attr:`Wire.is_clean`.
@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
-
-import hiredis
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.redis_channel import Channel
@@ -116,9 +114,12 @@ class Wire:
 
     def ask(self, commands: bytes, replies: int, deadline: Deadline) -> list[Reply]:
         """Send commands and read their replies, all of them short."""
+        import hiredis  # noqa: PLC0415
+
         assert self.is_clean
         self.send([commands], replies, deadline)
-        reader = _READER(protocolError=ProtocolError, replyError=ErrorReply, notEnoughData=_NOTHING)
+        new_reader: Any = hiredis.Reader  # it takes more than its declared types: any buffer, any callable
+        reader = new_reader(protocolError=ProtocolError, replyError=ErrorReply, notEnoughData=_NOTHING)
         memory = memoryview(bytearray(_SHORT_BYTES))
         found: list[Reply] = []
         while len(found) < replies:
@@ -150,12 +151,6 @@ class Wire:
             self._owed += max(0, number)
         return Head(kind, number, text)
 
-    def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Put the next bytes of the value that was announced into ``views``."""
-        wanted = sum(map(len, views))
-        assert wanted <= self._body_left - len(_CRLF)
-        self._take(views, deadline)
-
     def version(self, deadline: Deadline) -> str:
         """Read the last VERSION_BYTES of the value, fewer if it is shorter, and the end of the reply."""
         left = self._body_left
@@ -165,7 +160,7 @@ class Wire:
         return self._ended(tail)
 
     def fill_and_version(self, views: Sequence[memoryview], deadline: Deadline) -> str:
-        """:meth:`fill` and :meth:`version` in one system call, where that is possible."""
+        """Put the value into ``views`` and read its version, in one system call where that is possible."""
         assert sum(map(len, views)) + len(self._tail) == self._body_left
         tail = memoryview(self._tail)
         self._take([*views, tail], deadline)
@@ -251,5 +246,3 @@ def _is_number(text: str, least: int | None) -> bool:
 
 _NOTHING: Final = object()
 _PING: Final = command(b"PING")
-_READER: Final[Any] = hiredis.Reader
-"""Its declared types are narrower than what it takes: any buffer, and any callable for errors."""

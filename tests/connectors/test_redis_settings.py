@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from hicache_store.config import parse_url, redacted
 from hicache_store.connectors.redis_settings import Address, RedisSettings, read_settings
-from hicache_store.connectors.registry import known_schemes
+from hicache_store.connectors.registry import known_schemes, open_connector
 from hicache_store.errors import ConfigurationError
 
 
@@ -142,3 +144,17 @@ def test_a_refused_url_does_not_tell_its_password(url: str) -> None:
 def test_every_scheme_is_known() -> None:
     wanted = {"redis", "rediss", "redis+cluster", "redis+sentinel", "unix", "valkey", "valkeys"}
     assert wanted <= set(known_schemes())
+
+
+@pytest.mark.parametrize("missing", ["redis", "hiredis"])
+def test_a_client_that_is_not_installed_is_told_with_its_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        return None if name == missing else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(ConfigurationError, match=rf"'{missing}'; install 'hicache-store\[redis\]'"):
+        open_connector("redis://127.0.0.1:1")
