@@ -6,6 +6,8 @@ run by default what depends on the client, and everything in the long runs.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -54,6 +56,24 @@ TOO_MUCH_FOR_MOTO = (
 )
 
 
+THE_SERVER = (
+    "test_parts_land_where_they_belong",
+    "test_wrong_size_delivers_nothing",
+    "test_outcomes_keep_the_order_of_the_items",
+    "test_the_first_complete_object_stays",
+    "test_an_object_of_another_size_is_a_conflict",
+    "test_replacing_a_named_version",
+    "test_replacing_what_is_not_there",
+    "test_delete_of_a_named_version",
+    "test_delete_removes_exactly_the_named",
+    "test_scan_yields_what_lies_below_a_prefix",
+    "test_names_of_the_real_form_never_meet",
+    "test_sixteen_writers_of_one_key",
+)
+GIVEN = os.environ.get("HICACHE_TEST_S3_ENDPOINT")
+"""A server of the user's own, with HICACHE_TEST_S3_BUCKET, _ACCESS_KEY and _SECRET_KEY, and maybe _REGION."""
+
+
 @pytest.fixture
 def open_at(monkeypatch: pytest.MonkeyPatch) -> Connect:
     """Opens a client at an endpoint, below a prefix of the test's own."""
@@ -86,6 +106,32 @@ class TestMotoByOtherClients(ConnectorContract):
     @pytest.fixture
     def connect(self, moto: S3Endpoint, open_at, client: str) -> Connect:
         return lambda: open_at(client, moto.url)
+
+
+@soak("but", *THE_SERVER)
+@pytest.mark.parametrize("server", ["seaweedfs", "juicefs", *(["given"] if GIVEN else [])])
+class TestServers(ConnectorContract):
+    """Servers as people run them."""
+
+    @pytest.fixture
+    def connect(
+        self, server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> Connect:
+        bucket = "contract"
+        if server == "given":
+            assert GIVEN
+            values = {name: os.environ[f"HICACHE_TEST_S3_{name}"] for name in ("ACCESS_KEY", "SECRET_KEY")}
+            endpoint = S3Endpoint("given", GIVEN, values["ACCESS_KEY"], values["SECRET_KEY"])
+            bucket = os.environ["HICACHE_TEST_S3_BUCKET"]
+        else:
+            endpoint = request.getfixturevalue(f"{server}_endpoint")
+            with contextlib.suppress(endpoint.client().exceptions.BucketAlreadyOwnedByYou):
+                endpoint.make_bucket(bucket)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", endpoint.access_key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", endpoint.secret_key)
+        region = os.environ.get("HICACHE_TEST_S3_REGION", endpoint.region)
+        url = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint={endpoint.url}&region={region}"
+        return lambda: open_connector(url)
 
 
 @soak("but", *TOO_MUCH_FOR_MOTO)
