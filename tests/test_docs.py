@@ -30,6 +30,11 @@ def test_python_blocks_run(
     if "REDIS_URL" in code:
         server = request.getfixturevalue("redis_single")
         monkeypatch.setenv("REDIS_URL", f"redis://{server.address}")
+    if "S3_ENDPOINT" in code:
+        moto = request.getfixturevalue("moto_endpoint")
+        moto.make_bucket("hicache")  # which moto takes again and again
+        for name, value in {**moto.environment, "S3_ENDPOINT": moto.url}.items():
+            monkeypatch.setenv(name, value)
     exec(compile(code.replace("/tmp/", f"{tmp_path}/"), "<docs>", "exec"), {"__name__": "docs"})
 
 

@@ -155,7 +155,8 @@ class S3Engine:
         found = [
             Entry(row.key[len(own) :], row.size_bytes, row.modified_s, row.version)
             for row in page.rows
-            if not row.key.startswith(own + PROBE_PREFIX)
+            # Gateways to file systems list the directories that deleted objects leave behind.
+            if not row.key.startswith(own + PROBE_PREFIX) and not row.key.endswith("/")
         ]
         return found, page.token
 

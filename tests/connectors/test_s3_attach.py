@@ -627,6 +627,13 @@ def test_objects_beyond_one_put_are_refused(server: S3Server) -> None:
     connector.close()
 
 
+def test_directories_of_a_gateway_are_no_objects(server: S3Server) -> None:
+    server.objects.update({"store/v1/": b"", "store/v1/aa/": b"", "store/v1/aa/kv": b"x"})
+    connector = open_s3_at(server.endpoint)
+    assert [entry.key for entry in connector.scan()] == ["v1/aa/kv"]
+    connector.close()
+
+
 def test_listing_that_fails_raises(server: S3Server) -> None:
     """A tool must not take half a list for the whole."""
     connector = open_s3_at(server.endpoint)
