@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from s3_places import CLIENTS, open_s3_at
 
+from benchmarks.s3 import null_server
 from hicache_store.clock import Deadline
-from hicache_store.connectors.base import OK, TIMED_OUT, Outcome, Read, Status
+from hicache_store.connectors.base import (
+    OK,
+    TIMED_OUT,
+    BufferSource,
+    BufferTarget,
+    Outcome,
+    Read,
+    Status,
+    Write,
+)
 from hicache_store.connectors.s3_async import AsyncS3
 from hicache_store.connectors.s3_gate import Gate
 from hicache_store.connectors.s3_landing import Batch, Buffers
@@ -441,3 +453,29 @@ def test_a_closed_loop_refuses_and_cancels() -> None:
     assert pending.cancelled()
     with pytest.raises(HandleError, match="closed"):
         loop.submit(asyncio.sleep(0))
+
+
+@pytest.mark.soak
+def test_memory_stays_flat_over_ten_gigabytes() -> None:
+    """Batch after batch, read and written, the process holds no more than after the first ones."""
+    size, count = 4 << 20, 32
+    with null_server() as port:
+        connector = open_s3_at(f"http://127.0.0.1:{port}")
+        memory = memoryview(bytearray(size * count))
+        views = [memory[index * size : (index + 1) * size] for index in range(count)]
+        keys = [f"v1/{size}-{index}" for index in range(count)]
+        reads = [Read(key, size, BufferTarget.whole(view)) for key, view in zip(keys, views, strict=True)]
+        writes = [Write(key, size, BufferSource.of(view)) for key, view in zip(keys, views, strict=True)]
+
+        def resident() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        after_first = 0
+        for turn in range(80):
+            assert all(outcome.is_ok for outcome in connector.read_into(reads, soon()))
+            if turn % 4 == 0:
+                assert all(outcome.is_ok for outcome in connector.write_from(writes, soon()))
+            if turn == 8:
+                after_first = resident()
+        assert resident() - after_first < 128 << 20
+        connector.close()
