@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hicache_store.cli.doctor_checks import said
-from hicache_store.cli.doctor_command import masked
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened
 from hicache_store.cli.output import Column, Output, size_text
 from hicache_store.clock import Deadline

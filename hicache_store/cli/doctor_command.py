@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Final
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from hicache_store.cli.doctor_checks import Examination, Finding, way_out_of
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened
 from hicache_store.cli.output import Output, printable, size_text
 from hicache_store.config import StoreUrl, parse_url
@@ -17,8 +17,6 @@ from hicache_store.connectors.registry import known_schemes
 from hicache_store.connectors.wrapping import split_options
 from hicache_store.errors import ConfigurationError, HicacheError
 
-_SECRET_WORDS: Final = ("password", "passwd", "secret", "token", "credential", "access_key")
-_MASK: Final = "***"
 _LAYERS: Final = ("fast", "slow")
 _MARKS: Final = {"ok": "ok", "note": "note", "warning": "WARN", "fault": "FAULT"}
 
@@ -76,29 +74,3 @@ def _settings(parsed: StoreUrl, has: Capabilities) -> Iterator[Finding]:
         "evicts a chain's tail first" if has.orders_eviction else "evicts in the storage's own order",
     ]
     yield Finding("capabilities", "note", "; ".join(words))
-
-
-def masked(url: str) -> str:
-    """``url`` without passwords and other secrets, those of nested URLs included."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(not a URL)"
-    place = parts.netloc
-    if "@" in place:
-        user, _, host = place.rpartition("@")
-        name, has_password, _ = user.partition(":")
-        place = f"{name}:{_MASK}@{host}" if has_password else place
-    query = "&".join(_masked_option(pair) for pair in parts.query.split("&")) if parts.query else ""
-    shown = urlunsplit(("", place, parts.path, query, parts.fragment))
-    slashes = "//" if url.startswith(f"{parts.scheme}:///") and not shown.startswith("///") else ""
-    return f"{parts.scheme}:{slashes}{shown}"
-
-
-def _masked_option(pair: str) -> str:
-    name, equals, value = pair.partition("=")
-    if any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith("_env"):
-        return f"{name}{equals}{_MASK}"
-    if "%3a" in value.lower() or ":" in value:
-        return f"{name}{equals}{quote(masked(unquote(value)), safe='/:@?=*')}"
-    return pair

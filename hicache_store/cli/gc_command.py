@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Protocol, runtime_checkable
 
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened
 from hicache_store.cli.output import Output, count_text, size_text
 from hicache_store.clock import Deadline
@@ -28,14 +29,14 @@ def run(args: Namespace, out: Output) -> int:
         connector = unwrapped(opened_connector)
         if not isinstance(connector, _Sweeps):
             scheme = connector.capabilities.scheme
-            out.document({"url": args.url, "swept": False})
+            out.document({"url": masked(args.url), "swept": False})
             out.line(f"{scheme} storage keeps itself within its bounds; there is nothing to sweep")
             return 0
         if "quota" not in bounds:
             out.note("the URL gives no quota, so the default one applies; give what the engines are given")
         with out.progress("sweeping"):
             report = connector.sweep(Deadline.after(args.timeout))
-    out.document({"url": args.url, "swept": True, **asdict(report)})
+    out.document({"url": masked(args.url), "swept": True, **asdict(report)})
     _print(report, out)
     if not report.is_complete:
         out.note(f"the sweep is incomplete: {report.reason or 'unknown reason'}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from hicache_store.cli.listing import known_namespaces, the_namespace
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened
 from hicache_store.cli.output import Column, Output
 from hicache_store.cli.records import marker_to_retire, read_grids
@@ -44,7 +45,7 @@ def _list(connector: Connector, args: Namespace, out: Output) -> None:
                     continue
                 entries.append({"namespace": namespace, "slot": number, **_described(slot)})
                 row(out.digest(namespace), number, *_texts(slot))
-    out.document({"url": args.url, "grids": entries})
+    out.document({"url": masked(args.url), "grids": entries})
 
 
 def _described(slot: Slot) -> dict[str, object]:

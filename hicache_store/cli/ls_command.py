@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hicache_store.cli.listing import objects
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened, warn_of_faults
 from hicache_store.cli.output import Column, Output, age_text, size_text
 from hicache_store.connectors.base import Connector
@@ -47,9 +48,9 @@ def run(args: Namespace, out: Output) -> int:
     with opened(args.url) as connector:
         prefix = args.namespace or ""
         if args.pages:
-            _list_pages(connector, args.url, prefix, out)
+            _list_pages(connector, masked(args.url), prefix, out)
         else:
-            _list_objects(connector, args.url, prefix, out)
+            _list_objects(connector, masked(args.url), prefix, out)
         warn_of_faults(connector, out)
     return 0
 

@@ -13,7 +13,11 @@ from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.metrics import Metrics
 
-_LOOKING: Final = {"file": (("readonly", "1"),)}
+_READ_ONLY_SCHEMES: Final = (
+    *("file", "s3", "unix"),
+    *("redis", "rediss", "redis+cluster", "redis+sentinel", "valkey", "valkeys"),
+)
+_LOOKING: Final = dict.fromkeys(_READ_ONLY_SCHEMES, (("readonly", "1"),))
 _CHANGING: Final = {"file": (("sweep", "0"),)}
 """Options a scheme is opened with. A handle that sweeps in the background would evict by the quota
 of the tool's URL, which need not be that of the engines."""

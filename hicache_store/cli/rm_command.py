@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from hicache_store.cli.listing import batched, objects, the_namespace, walk
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened, storage_faults, warn_of_faults
 from hicache_store.cli.output import Output, count_text, size_text
 from hicache_store.clock import Deadline
@@ -62,11 +63,13 @@ def run(args: Namespace, out: Output) -> int:
         records = _records(connector, choice)
         what = _count(connector, choice, out)
         if args.dry_run:
-            out.document({"url": args.url, "dry_run": True, **what, "records": len(records)})
+            out.document({"url": masked(args.url), "dry_run": True, **what, "records": len(records)})
             out.line(f"would remove {_words(what, len(records))}")
             return 0
         if not (what["objects"] or records):
-            out.document({"url": args.url, "removed": {"objects": 0, "bytes": 0, "records": 0}, "kept": {}})
+            out.document(
+                {"url": masked(args.url), "removed": {"objects": 0, "bytes": 0, "records": 0}, "kept": {}}
+            )
             out.line("nothing to remove")
             return 0
         question = f"Remove {_words(what, len(records))}?"
@@ -118,7 +121,7 @@ def _remove(connector: Connector, choice: Choice, args: Namespace, total: int, o
             progress.advance(len(batch), f"{count_text(removed['objects'], 'object')}")
     if choice.is_whole_namespace:
         removed["records"] = _remove_records(connector, choice, args.timeout, kept)
-    out.document({"url": args.url, "removed": removed, "kept": dict(kept)})
+    out.document({"url": masked(args.url), "removed": removed, "kept": dict(kept)})
     out.line(f"removed {_words(removed, removed['records'])}")
     if kept:
         out.note("kept: " + ", ".join(f"{number} {status}" for status, number in sorted(kept.items())))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache_store.cli.listing import known_namespaces, objects
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened, storage_faults, warn_of_faults
 from hicache_store.cli.output import Output, age_text, count_text, size_text
 from hicache_store.cli.records import ManifestRead, read_grids, read_manifest
@@ -110,8 +111,8 @@ def run(args: Namespace, out: Output) -> int:
                     continue
                 usages.setdefault(name.namespace, NamespaceUsage()).add(entry, name)
         announced = {digest: _announced(connector, digest, args.timeout) for digest in sorted(usages)}
-        out.document(_document(args.url, connector, usages, announced, total))
-        _print(args.url, connector, usages, announced, total, out)
+        out.document(_document(masked(args.url), connector, usages, announced, total))
+        _print(masked(args.url), connector, usages, announced, total, out)
         if untold:
             out.note(f"{count_text(untold, 'object')} of further namespaces are counted in the total only")
         warn_of_faults(connector, out)

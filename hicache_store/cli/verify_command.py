@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from hicache_store.cli.listing import batched, walk
+from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened, storage_faults, warn_of_faults
 from hicache_store.cli.output import Column, Output, Progress, count_text, size_text
 from hicache_store.cli.scrub import Fault, Finding, Scrub, Tally
@@ -36,7 +37,7 @@ def run(args: Namespace, out: Output) -> int:
         scrub = Scrub(connector, args.timeout)
         with (
             out.table(_COLUMNS) as row,
-            out.array({"url": args.url}, "faults") as items,
+            out.array({"url": masked(args.url)}, "faults") as items,
             out.progress("verifying", total) as progress,
         ):
             entries = _watched(_entries(connector, args.namespace), progress)

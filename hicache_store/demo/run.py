@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hicache_store.clock import Deadline
-from hicache_store.config import parse_url
+from hicache_store.config import parse_url, redacted
 from hicache_store.connectors.registry import open_connector
 from hicache_store.demo.group import Generation, RankGroup, StoreAccess
 from hicache_store.demo.identity import demo_namespace, weights_identity
@@ -140,7 +140,7 @@ def run_demo(
         model=source.name,
         writer=writer.label,
         reader=reader.label,
-        store=store_url,
+        store=redacted(store_url),
         page_size=page_size,
         prompt_tokens=prompt_tokens,
         prompt_head=text[:EXCERPT],

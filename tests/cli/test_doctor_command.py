@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 import pytest
 
-from hicache_store.cli import bench_command, doctor_command, opening
+from hicache_store.cli import bench_command, opening
 from hicache_store.cli.doctor_checks import Examination, Finding, way_out_of
-from hicache_store.cli.doctor_command import masked
 from hicache_store.cli.main import main
+from hicache_store.cli.masking import masked
 from hicache_store.connectors.base import Connector
 from hicache_store.connectors.memory import MemoryConnector
 from hicache_store.connectors.registry import open_connector
@@ -183,7 +183,7 @@ def test_the_cost_of_a_request_is_told_from_that_of_its_bytes() -> None:
     assert cost is not None
     assert abs(cost - 1_024_000) < 10
     assert bench_command.request_cost(batch(4096), batch(4096)) is None
-    assert doctor_command.masked("memory:") == "memory:"
+    assert masked("memory:") == "memory:"
 
 
 def test_gc_sweeps_what_is_wrapped(file_url: str, capsys) -> None:
