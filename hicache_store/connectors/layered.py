@@ -182,7 +182,8 @@ class LayeredConnector:
         self._pending.void(keys if versions is None else _unversioned(keys, versions))
         outcomes = self._slow.delete(keys, deadline, versions)
         for index, key in enumerate(keys):  # a version that was seen is not the one still on its way
-            if self._pending.data(key) is not None:
+            is_versioned = versions is not None and versions[index] is not None
+            if is_versioned and self._pending.data(key) is not None:
                 outcomes[index] = Outcome(Status.CONFLICT, "another version is on its way to the slow layer")
         gone = [
             key

@@ -347,7 +347,9 @@ def test_after_of_an_abandoned_batch_runs_when_its_last_worker_comes_back(abando
         gates[item].hang()
         left.append(item)
 
-    results = abandoning.run(range(2), step, Deadline.after(SOON_S), lambda: ends.append(list(left)))
+    # Long enough for both steps to have begun on any machine: one that had not would never leave.
+    until = Deadline.after(LONG_S / 20)
+    results = abandoning.run(range(2), step, until, lambda: ends.append(list(left)))
     assert results == [TIMED_OUT] * 2
     gates[1].opened.set()
     eventually(lambda: left == [1])
