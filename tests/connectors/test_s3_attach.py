@@ -368,7 +368,8 @@ def test_d09_tls_where_there_is_none(server: S3Server, client: str) -> None:
         open_s3_at(server.endpoint.replace("http://", "https://"), client)
 
 
-def test_d09_a_silent_server_ends_in_time(server: S3Server) -> None:
+def test_d09_a_silent_server_ends_in_time(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_store.connectors.s3_attach.S3_ATTACH_TIMEOUT_S", 0.5)
     server.plan = on_operations(Broken(before_headers=True, ending="stall"), "BUCKET")
     began = time.monotonic()
     with pytest.raises(ConfigurationError, match="no answer"):
@@ -409,6 +410,7 @@ def test_d16_expired_credentials_are_read_anew_once(
     server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
 ) -> None:
     """A refused token costs one renewal and one more request; the next object hits without a restart."""
+    monkeypatch.setattr("hicache_store.connectors.s3_engine.S3_RENEW_INTERVAL_S", 0.5)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
 
@@ -515,7 +517,9 @@ print("leaving")
 """
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client", ["obstore", *(pytest.param(name, marks=pytest.mark.soak) for name in CLIENTS[1:])]
+)
 @pytest.mark.parametrize("is_stuck", [False, True], ids=["busy", "stuck"])
 def test_e07_a_process_ends_whatever_runs(server: S3Server, client: str, is_stuck: bool) -> None:
     """Requests in flight, or hung: no thread keeps the process, and no native thread brings it down."""
@@ -588,7 +592,7 @@ def test_a_forked_child_opens_its_own_store_or_is_told(server: S3Server, client:
     connector.close()
 
 
-def test_fifty_attach_cycles_leave_nothing(server: S3Server) -> None:
+def test_attach_cycles_leave_nothing(server: S3Server) -> None:
     """Descriptors and threads are back where they were."""
 
     def cycle() -> None:
@@ -601,7 +605,7 @@ def test_fifty_attach_cycles_leave_nothing(server: S3Server) -> None:
 
     cycle()
     before = held()
-    for _ in range(50):
+    for _ in range(50 if os.environ.get("HICACHE_SOAK") == "1" else 10):
         cycle()
     end = time.monotonic() + 10.0
     while time.monotonic() < end and (held()[0] > before[0] or held()[1] > before[1]):

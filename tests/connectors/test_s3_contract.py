@@ -1,7 +1,7 @@
 """The shipped contract on ``s3://``, for every client and both faces.
 
-What all clients share, the engine and its landing threads, is tested once in full; the other clients
-run by default what depends on the client, and everything in the long runs.
+What all clients and servers share, the engine and its landing threads, is tested once in full, on a fast
+server; other clients and servers run by default what depends on them, and everything in the long runs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Iterator
 import pytest
 from s3_places import AsyncAdapter, soak
 
+from hicache_store.config import parse_url
 from hicache_store.connectors.registry import open_connector
+from hicache_store.connectors.s3 import connect
 from hicache_store.testing.connector_contract import Connect, ConnectorContract
 from hicache_store.testing.s3_server import S3Server
 from hicache_store.testing.servers import S3Endpoint
 
 OPENERS = {
-    "obstore": open_connector,
-    "boto3": lambda url: open_connector(f"{url}&client=boto3"),
-    "aiobotocore": lambda url: open_connector(f"{url}&client=aiobotocore"),
+    "obstore": lambda url: connect(parse_url(url)),
+    "boto3": lambda url: connect(parse_url(f"{url}&client=boto3")),
+    "aiobotocore": lambda url: connect(parse_url(f"{url}&client=aiobotocore")),
     "async": AsyncAdapter,
 }
 
@@ -49,13 +51,6 @@ THE_CLIENT = (
     "test_closing_twice_and_using_after",
     "test_use_after_fork_works_or_raises",
 )
-TOO_MUCH_FOR_MOTO = (
-    "test_ten_thousand_sizes_in_one_call",
-    "test_churn_of_writers_readers_and_deletes",
-    "test_handles_give_everything_back",
-)
-
-
 THE_SERVER = (
     "test_parts_land_where_they_belong",
     "test_wrong_size_delivers_nothing",
@@ -93,14 +88,14 @@ def moto(moto_endpoint: S3Endpoint) -> S3Endpoint:
     return moto_endpoint
 
 
-@soak(*TOO_MUCH_FOR_MOTO)
+@soak("but", *THE_CLIENT)
 class TestMoto(ConnectorContract):
     @pytest.fixture
     def connect(self, moto: S3Endpoint, open_at) -> Connect:
         return lambda: open_at("obstore", moto.url)
 
 
-@soak("but", *THE_CLIENT)
+@soak("but", *THE_SERVER, "test_large_objects_round_trip", "test_use_after_fork_works_or_raises")
 @pytest.mark.parametrize("client", ["boto3", "async", pytest.param("aiobotocore", marks=pytest.mark.soak)])
 class TestMotoByOtherClients(ConnectorContract):
     @pytest.fixture
@@ -131,15 +126,16 @@ class TestServers(ConnectorContract):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", endpoint.secret_key)
         region = os.environ.get("HICACHE_TEST_S3_REGION", endpoint.region)
         url = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint={endpoint.url}&region={region}"
-        return lambda: open_connector(url)
+        # With retries, as in use: a gateway fails writers of one key that meet. A breaker would also count
+        # the deadlines that the contract lets pass on purpose.
+        return lambda: open_connector(f"{url}&breaker=0")
 
 
-@soak("but", *TOO_MUCH_FOR_MOTO)
 @pytest.mark.parametrize(
-    "client", ["obstore", *(pytest.param(c, marks=pytest.mark.soak) for c in ("boto3", "async"))]
+    "client", ["obstore", *(pytest.param(name, marks=pytest.mark.soak) for name in ("boto3", "async"))]
 )
 class TestFastServer(ConnectorContract):
-    """A server that answers quickly, for what moto would take minutes for."""
+    """A server that answers quickly."""
 
     @pytest.fixture
     def server(self) -> Iterator[S3Server]:
@@ -151,7 +147,7 @@ class TestFastServer(ConnectorContract):
         return lambda: open_at(client, server.endpoint)
 
 
-@soak(*TOO_MUCH_FOR_MOTO)
+@soak("but", *THE_SERVER)
 class TestWithoutConditions(ConnectorContract):
     """An older server that ignores If-None-Match and If-Match."""
 
