@@ -2,7 +2,8 @@
 
 Faults are items that timed out or that failed for the moment (``is_transient``); absence, rejection,
 a conflict and a refusal by policy are answers. The breaker opens after BREAKER_CALLS calls in a row
-with faults and without any answer, or when the share of faults of the last seconds is too high. While
+with faults and without any answer, or when in the last seconds as many calls had faults and the share of
+faults among all items is too high: one call, however large and however short of time, opens nothing. While
 it is open an item is refused at once and a size is unknown. After the cool-down one caller probes the
 storage with the read of one absent key, at most BREAKER_PROBE_S long: an answer closes the breaker,
 anything else opens it for twice the time, up to a bound. All others are refused meanwhile.
@@ -53,7 +54,7 @@ class _Breaker:
         self._is_probing = False
         self._calls_in_a_row = 0
         self._window_start = clock.monotonic()
-        self._window = [0, 0, 0]  # faults, answers and calls since then
+        self._window = [0, 0, 0]  # faults, answers and calls with faults since then
 
     def call(self, verb: Verb, items: Items, deadline: Deadline, forward: Forward) -> list[Any]:
         """The results of the storage, or refusals while it is left alone."""
@@ -118,15 +119,16 @@ class _Breaker:
         now = self._clock.monotonic()
         if now - self._window_start > BREAKER_WINDOW_S:
             self._window_start, self._window = now, [0, 0, 0]
-        self._window = [sum(pair) for pair in zip(self._window, (faults, answers, 1), strict=True)]
+        seen = (faults, answers, int(faults > 0))
+        self._window = [sum(pair) for pair in zip(self._window, seen, strict=True)]
         if answers:
             self._calls_in_a_row = 0
         elif faults:
             self._calls_in_a_row += 1
         if self._calls_in_a_row >= BREAKER_CALLS:
             return True
-        all_faults, all_answers, calls = self._window
-        is_telling = calls >= BREAKER_CALLS and all_faults + all_answers >= BREAKER_WINDOW_ITEMS
+        all_faults, all_answers, faulty_calls = self._window
+        is_telling = faulty_calls >= BREAKER_CALLS and all_faults + all_answers >= BREAKER_WINDOW_ITEMS
         return is_telling and all_faults >= BREAKER_FAULT_SHARE * (all_faults + all_answers)
 
     def close(self) -> None:

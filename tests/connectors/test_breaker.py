@@ -150,6 +150,16 @@ def test_a_share_of_faults_opens_it_and_a_small_one_does_not(rig: Rig) -> None:
     assert seen.index(Status.REFUSED) == 8
 
 
+def test_one_large_call_without_time_opens_nothing(rig: Rig) -> None:
+    """Its caller gave it too little time, which says little of the storage; the calls behind it work."""
+    rig.inner.answer = TIMED_OUT
+    rig.touch(1_000)
+    rig.inner.answer = OK
+    for _ in range(20):
+        assert rig.touch() == [OK]
+    assert rig.connector.metrics.get("breaker.opened") == 0
+
+
 def test_one_caller_probes_while_the_others_are_refused(rig: Rig) -> None:
     rig.open()
     rig.inner.gate = threading.Event()

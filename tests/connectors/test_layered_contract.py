@@ -110,3 +110,32 @@ class TestWrapped(ConnectorContract):
         url = f"file://{tmp_path}/bounded-"
         options = "io=bounce&threads=2&sweep=0&min_free=0"
         return lambda quota: wrap(open_connector(f"{url}{next(serial)}?{options}&quota={quota}"))
+
+
+DEFAULTS = "retries=2&breaker=1"
+"""What a URL of network storage brings when it says nothing."""
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"], scope="class")
+class TestDefaultWrappers(ConnectorContract):
+    """Eight workers, so that one call has enough items to weigh on a breaker."""
+
+    @pytest.fixture
+    def connect(self, tmp_path: Path, scheme: str) -> Connect:
+        if scheme == "memory":
+            return lambda: open_connector(f"memory://{tmp_path}-wrapped?{DEFAULTS}")
+        return lambda: open_connector(f"file://{tmp_path}/store?threads=8&sweep=0&{DEFAULTS}")
+
+    @pytest.fixture(autouse=True)
+    def place_stays(self, tmp_path: Path) -> Iterator[None]:
+        handle = open_connector(f"memory://{tmp_path}-wrapped")
+        yield
+        handle.close()
+
+    @pytest.fixture
+    def connect_bounded(self, tmp_path: Path, scheme: str) -> ConnectBounded:
+        if scheme == "memory":
+            return lambda quota: open_connector(f"memory:?quota={quota}&{DEFAULTS}")
+        serial = itertools.count()
+        url, options = f"file://{tmp_path}/bounded-", f"threads=8&sweep=0&min_free=0&{DEFAULTS}"
+        return lambda quota: open_connector(f"{url}{next(serial)}?{options}&quota={quota}")
