@@ -22,15 +22,10 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clock of the machine."""
+    """The clock of the machine; asked several times an object, so without a call in between."""
 
-    def monotonic(self) -> float:
-        """Seconds that never go back."""
-        return time.monotonic()
-
-    def time(self) -> float:
-        """Seconds since the epoch."""
-        return time.time()
+    monotonic = staticmethod(time.monotonic)
+    time = staticmethod(time.time)
 
 
 SYSTEM_CLOCK = SystemClock()

@@ -20,6 +20,9 @@ IO_PIECE_BYTES: Final = MIB
 """Largest single system call of a cancellable transfer: a blocked call may overrun its deadline by
 one piece per worker, and 1 MiB takes 1 ms at 1 GB/s."""
 
+IO_TAIL_BYTES: Final = 64 * KIB
+"""What a transfer may be longer than one piece and still be one call: a page of 1 MiB has a trailer."""
+
 OBJECT_PAYLOAD_CAP_BYTES: Final = 8 * MIB
 """A writer halves its layers until one chunk is at most this: big enough to amortise a request,
 small enough that a lost object costs little and staging stays small."""
@@ -47,6 +50,13 @@ CLOSE_JOIN_S: Final = 2.0
 LOOKUP_SLICE_ITEMS: Final = 64
 """Keys of one look-up task on storage that may hang: hanging loses one slice, and 64 round trips of
 0.5 ms are short beside any deadline."""
+
+LOOKUP_FIRST_PAGES: Final = 8
+"""Pages first asked for where each is a request: what a chain that is not there costs. Further slices
+double."""
+
+LOOKUP_ROUNDS: Final = 8
+"""Round trips of the largest such slice: what is asked for in vain behind the last stored page."""
 
 SCRATCH_KEEP_BYTES: Final = 16 * MIB
 """Most private memory a worker keeps between items: one object of the largest usual size. Larger
@@ -174,6 +184,10 @@ than one strided copy."""
 
 DIRECT_RUN_MIN_BYTES: Final = 16 * KIB
 """Shortest run worth a place in a scatter list: below it the copy out of warm staging is cheaper."""
+
+FILLER_OWN_MAX_BYTES: Final = 16 * KIB
+"""Bytes that no slot wants (a trailer, mostly) up to which a read in flight has memory of its own: a
+block of the staging pool costs two locks."""
 
 PLAN_CACHE_MAX: Final = 4096
 """Plans, covers and hints kept per pool; past it the oldest are forgotten."""

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from hicache_store.limits import IO_PIECE_BYTES
+from hicache_store.limits import IO_PIECE_BYTES, IO_TAIL_BYTES
 
 IOV_MAX: Final = int(os.sysconf("SC_IOV_MAX"))
 """Most buffers one ``preadv`` or ``pwritev`` takes."""
@@ -134,7 +134,14 @@ class _VectorCall(Protocol):
 
 
 def pieces(views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """``views`` cut into vectors of at most IO_PIECE_BYTES and IOV_MAX buffers, with their bytes."""
+    """``views`` cut into vectors of at most IO_PIECE_BYTES and IOV_MAX buffers, with their bytes.
+
+    All of them are one vector when they exceed the piece by at most IO_TAIL_BYTES.
+    """
+    total = sum(view.nbytes for view in views)
+    if 0 < total <= IO_PIECE_BYTES + IO_TAIL_BYTES and len(views) <= IOV_MAX:
+        yield [as_bytes(view) for view in views if view.nbytes], total
+        return
     vector: list[memoryview] = []
     room = IO_PIECE_BYTES
     for view in views:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -81,12 +81,51 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """Lengths and cells of the object of one box: a pure function of the box."""
+    """Lengths and cells of the object of one box: a pure function of the box.
+
+    What follows from the four given numbers is worked out once, because every read and write asks.
+    """
 
     heads: int
     layers: int
     layer_bytes: int
     layers_per_cell: int
+    head_bytes: int = field(init=False, repr=False, compare=False)
+    """Payload bytes of one head."""
+    payload_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the payload."""
+    cells_per_head: int = field(init=False, repr=False, compare=False)
+    """Runs of layers a head is cut into; the last may be shorter."""
+    cells: int = field(init=False, repr=False, compare=False)
+    """Number of cells."""
+    object_bytes: int = field(init=False, repr=False, compare=False)
+    """Length of the whole object."""
+    trailer_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes after the payload, padding included."""
+    _sums: struct.Struct = field(init=False, repr=False, compare=False)
+    _facts: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        head_bytes = self.layers * self.layer_bytes
+        payload_bytes = self.heads * head_bytes
+        cells_per_head = -(-self.layers // self.layers_per_cell)
+        cells = self.heads * cells_per_head
+        object_bytes = payload_bytes + FIELDS.size + TAIL.size + _SUM_BYTES * cells
+        if payload_bytes >= PAD_FROM_PAYLOAD_BYTES:
+            object_bytes = -(-object_bytes // PAD_BYTES) * PAD_BYTES
+        facts = FIELDS.pack(payload_bytes, cells, self.layers_per_cell, object_bytes, 0)
+        worked_out = {
+            "head_bytes": head_bytes,
+            "payload_bytes": payload_bytes,
+            "cells_per_head": cells_per_head,
+            "cells": cells,
+            "object_bytes": object_bytes,
+            "trailer_bytes": object_bytes - payload_bytes,
+            "_sums": struct.Struct(f"<{cells}Q"),
+            "_facts": facts[:_TRAILER_SUM_AT],
+        }
+        for name, value in worked_out.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, pool: Pool, box: Box) -> ObjectFormat:
@@ -94,39 +133,6 @@ class ObjectFormat:
         layer_bytes = len(box.tokens) * pool.token_bytes
         layers = len(box.layers)
         return cls(len(box.heads), layers, layer_bytes, layers_per_cell(layers, layer_bytes))
-
-    @property
-    def head_bytes(self) -> int:
-        """Payload bytes of one head."""
-        return self.layers * self.layer_bytes
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the payload."""
-        return self.heads * self.head_bytes
-
-    @property
-    def cells_per_head(self) -> int:
-        """Runs of layers a head is cut into; the last may be shorter."""
-        return -(-self.layers // self.layers_per_cell)
-
-    @property
-    def cells(self) -> int:
-        """Number of cells."""
-        return self.heads * self.cells_per_head
-
-    @property
-    def object_bytes(self) -> int:
-        """Length of the whole object."""
-        size = self.payload_bytes + FIELDS.size + TAIL.size + _SUM_BYTES * self.cells
-        if self.payload_bytes >= PAD_FROM_PAYLOAD_BYTES:
-            size = -(-size // PAD_BYTES) * PAD_BYTES
-        return size
-
-    @property
-    def trailer_bytes(self) -> int:
-        """Bytes after the payload, padding included."""
-        return self.object_bytes - self.payload_bytes
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -149,41 +155,35 @@ class ObjectFormat:
 
     def seal(self, name: NameSeed, payload: Sequence[memoryview]) -> bytes:
         """The trailer of a payload given as consecutive views."""
-        sums = b"".join(
-            value.to_bytes(_SUM_BYTES, "little")
-            for value in _sums(payload, range(self.cells), self.bounds, 0, name.seed)
-        )
-        fields = FIELDS.pack(self.payload_bytes, self.cells, self.layers_per_cell, self.object_bytes, 0)
+        sums = self._sums.pack(*_cell_sums(payload, range(self.cells), self.bounds, 0, name.seed))
         padding = bytes(self.trailer_bytes - len(sums) - FIELDS.size - TAIL.size)
-        trailer = bytearray(sums + fields + padding + TAIL.pack(MAGIC, VERSION, 0, name.digest))
-        at = len(sums) + _TRAILER_SUM_AT
-        trailer[at : at + _SUM_BYTES] = _trailer_sum(trailer, at, name.seed).to_bytes(_SUM_BYTES, "little")
-        return bytes(trailer)
+        before = sums + self._facts
+        after = padding + TAIL.pack(MAGIC, VERSION, 0, name.digest)
+        return b"".join(
+            (before, _trailer_sum(before, after, name.seed).to_bytes(_SUM_BYTES, "little"), after)
+        )
 
     def check_trailer(self, name: NameSeed, trailer: memoryview) -> Verdict | None:
         """``None`` when the trailer is sound and belongs to ``name`` and this box."""
-        raw = bytes(trailer)
-        if len(raw) != self.trailer_bytes:
+        if len(trailer) != self.trailer_bytes:
             return Verdict.CORRUPT
-        magic, version, _reserved, digest = TAIL.unpack(raw[-TAIL.size :])
-        if magic != MAGIC:
+        magic, version, _reserved, digest = TAIL.unpack_from(trailer, self.trailer_bytes - TAIL.size)
+        if magic != MAGIC or version < VERSION:  # nothing came before the first version: a torn write
             return Verdict.CORRUPT
         at = self.cells * _SUM_BYTES + _TRAILER_SUM_AT
-        stored = int.from_bytes(raw[at : at + _SUM_BYTES], "little")
+        before, after = trailer[:at], trailer[at + _SUM_BYTES :]
+        stored = int.from_bytes(trailer[at : at + _SUM_BYTES], "little")
         seed = int.from_bytes(digest, "little") & _MASK64
-        if version < VERSION:  # nothing came before the first: the end of a torn write reads as 0
-            return Verdict.CORRUPT
         if version != VERSION:
             # A flipped bit in the version of one of ours is damage, not a later format.
-            ours = bytearray(raw)
-            version_at = len(raw) - TAIL.size + _VERSION_AT
+            ours = bytearray(after)
+            version_at = len(ours) - TAIL.size + _VERSION_AT
             ours[version_at : version_at + 4] = VERSION.to_bytes(4, "little")
-            is_ours = _trailer_sum(ours, at, seed) == stored
+            is_ours = _trailer_sum(before, ours, seed) == stored
             return Verdict.CORRUPT if is_ours else Verdict.UNKNOWN_VERSION
-        if _trailer_sum(raw, at, seed) != stored:
+        if _trailer_sum(before, after, seed) != stored:
             return Verdict.CORRUPT
-        fields = (self.payload_bytes, self.cells, self.layers_per_cell, self.object_bytes)
-        if digest != name.digest or FIELDS.unpack_from(raw, self.cells * _SUM_BYTES)[:4] != fields:
+        if digest != name.digest or before[self.cells * _SUM_BYTES :] != self._facts:
             return Verdict.FOREIGN
         return None
 
@@ -200,8 +200,9 @@ class ObjectFormat:
         ``payload`` are consecutive views of the object's bytes from ``start`` on; ``cells`` ascend
         and lie wholly inside them.
         """
-        for cell, value in zip(cells, _sums(payload, cells, self.bounds, start, name.seed), strict=True):
-            if trailer[cell * _SUM_BYTES : (cell + 1) * _SUM_BYTES] != value.to_bytes(_SUM_BYTES, "little"):
+        stored = self._sums.unpack_from(trailer)
+        for cell, value in zip(cells, _cell_sums(payload, cells, self.bounds, start, name.seed), strict=True):
+            if stored[cell] != value:
                 return Verdict.CORRUPT
         return None
 
@@ -225,11 +226,14 @@ def _bounds(heads: int, layers: int, layer_bytes: int, per_cell: int) -> tuple[t
     )
 
 
-def _trailer_sum(trailer: bytes | bytearray, at: int, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(bytes(trailer[:at]) + bytes(trailer[at + _SUM_BYTES :]), seed)
+def _trailer_sum(before: bytes | memoryview, after: bytes | bytearray | memoryview, seed: int) -> int:
+    """The sum of a trailer's bytes before and after the sum itself."""
+    hasher = xxhash.xxh3_64(before, seed)
+    hasher.update(after)
+    return hasher.intdigest()
 
 
-def _sums(
+def _cell_sums(
     views: Sequence[memoryview],
     cells: Sequence[int],
     bounds: Sequence[tuple[int, int]],

@@ -12,7 +12,7 @@ from hicache_store.layout.names import page_prefix
 from hicache_store.layout.plan import Placement
 from hicache_store.limits import RESTORE_ROUNDS
 from hicache_store.store.binding import Binding
-from hicache_store.store.candidates import Candidate
+from hicache_store.store.candidates import Candidate, CoverPlan
 from hicache_store.store.context import StoreContext
 from hicache_store.store.lookup import Faults, ask
 from hicache_store.store.reports import EndReason, PrefixEnd, RestoreReport, end_reason
@@ -111,9 +111,13 @@ def _read_round(
     """Read every piece the pages' masks promise, all in one batch."""
     jobs: list[tuple[_Page, Candidate, PiecePlan]] = []
     reads: list[Read] = []
+    asked: tuple[tuple[Box, ...], int] | None = None
+    plan = CoverPlan((), False, 0)
     for page in pending:
         prefix = page_prefix(context.namespace, page.page_hash)
-        plan = binding.table.cover(page.remaining, page.mask)
+        if asked is None or asked[0] is not page.remaining or asked[1] != page.mask:
+            asked = page.remaining, page.mask  # pages of a chain mostly lie alike
+            plan = binding.table.cover(*asked)
         page.is_failed = not plan.is_complete
         for candidate, piece in plan.pieces:
             key = prefix + candidate.leaf
@@ -124,10 +128,8 @@ def _read_round(
         return
     outcomes = context.connector.read_into(reads, transfer.deadline)
     failed: list[tuple[str, Outcome]] = []
-    filled: list[tuple[_Page, Box]] = []
     for (page, candidate, piece), read, outcome in zip(jobs, reads, outcomes, strict=True):
         if outcome.status is Status.OK:
-            filled.append((page, piece.read.piece))
             page.used |= 1 << candidate.index
             tally.objects += 1
             tally.read_bytes += piece.fetched_bytes
@@ -140,9 +142,9 @@ def _read_round(
     for page in pending:
         if not page.is_failed:
             page.remaining = ()
-    for page, box in filled:
-        if page.is_failed:
-            page.remaining = tuple(rest for hole in page.remaining for rest in hole.minus(box))
+    for (page, _, piece), outcome in zip(jobs, outcomes, strict=True):
+        if page.is_failed and outcome.status is Status.OK:
+            page.remaining = tuple(rest for hole in page.remaining for rest in hole.minus(piece.read.piece))
     context.set_aside(failed, transfer.deadline)
 
 

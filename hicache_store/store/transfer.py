@@ -20,7 +20,12 @@ from hicache_store.layout.layouts import Layout
 from hicache_store.layout.model import Pool
 from hicache_store.layout.plan import CopyPlan, Placement, Run, plan_copy
 from hicache_store.layout.reading import PieceRead, fillers
-from hicache_store.limits import DIRECT_RUN_MIN_BYTES, DIRECT_RUNS_MAX, PLAN_CACHE_MAX
+from hicache_store.limits import (
+    DIRECT_RUN_MIN_BYTES,
+    DIRECT_RUNS_MAX,
+    FILLER_OWN_MAX_BYTES,
+    PLAN_CACHE_MAX,
+)
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.staging import Block, StagingPool
 
@@ -34,6 +39,7 @@ class PiecePlan:
         self.read = read
         self.format: ObjectFormat = read.format
         self.object_bytes = read.format.object_bytes
+        self.fetches = read.fetches
         self.fetched_bytes = read.fetched_bytes
         self.requests = len(read.fetches)
         self.ranges = tuple((fetch.start, fetch.stop) for fetch in read.fetches)
@@ -107,7 +113,7 @@ class PieceTarget:
         if plan.is_direct(self._placement):
             self._parts = self._direct_parts()
         else:
-            fetches = plan.read.fetches
+            fetches = plan.fetches
             base = fetches[0].start
             self._block = self._context.staging.acquire(fetches[-1].stop - base, self._context.deadline)
             view = self._block.view
@@ -122,7 +128,7 @@ class PieceTarget:
             if verdict is not None:
                 return verdict
         if not plan.is_direct(self._placement) and self._block is not None:
-            start, base = 0, plan.read.fetches[0].start
+            start, base = 0, plan.fetches[0].start
             for segment in self._placement:
                 regions = plan.copy_plan(start, segment.tokens)
                 unpack(regions, segment, self._context.buffers, self._block.view, base)
@@ -136,22 +142,24 @@ class PieceTarget:
             self._block = None
 
     def _verify(self) -> str | None:
-        shape, name = self._plan.format, NameSeed.of(self._key)
+        plan, name = self._plan, NameSeed.of(self._key)
+        shape = plan.format
         trailer = self._parts[-1][1][-1][-shape.trailer_bytes :]
         verdict = shape.check_trailer(name, trailer)
-        for fetch, (start, views) in zip(self._plan.read.fetches, self._parts, strict=True):
+        for fetch, (start, views) in zip(plan.fetches, self._parts, strict=True):
             if verdict is None and fetch.cells:
                 verdict = shape.check_cells(name, trailer, fetch.cells, views, start)
         return None if verdict is None else verdict.value
 
     def _direct_parts(self) -> list[tuple[int, list[memoryview]]]:
         plan, segment = self._plan, self._placement[0]
-        filler = memoryview(b"")
-        if plan.filler_bytes:
+        if plan.filler_bytes <= FILLER_OWN_MAX_BYTES:
+            filler = memoryview(bytearray(plan.filler_bytes))
+        else:
             self._block = self._context.staging.acquire(plan.filler_bytes, self._context.deadline)
             filler = self._block.view
         parts: list[tuple[int, list[memoryview]]] = []
-        for fetch, cuts in zip(plan.read.fetches, plan.cuts or (), strict=True):
+        for fetch, cuts in zip(plan.fetches, plan.cuts or (), strict=True):
             views: list[memoryview] = []
             for span, run in cuts:
                 if run is None:
