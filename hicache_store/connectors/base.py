@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from hicache_store.clock import Deadline
 
@@ -177,6 +177,9 @@ class Capabilities:
     is_read_only: bool = False
     orders_eviction: bool = False
     """Whether eviction takes the tail of a chain before its head, for certain."""
+    lookup_items: int = 0
+    """Keys whose sizes one round trip tells where each key is a request of its own, so that asking in
+    vain costs; 0 where keys are asked for in bulk."""
 
 
 class Connector(Protocol):
@@ -215,6 +218,15 @@ class Connector(Protocol):
 
     def close(self) -> None:
         """Stop the workers and release everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class Lister(Protocol):
+    """A connector that may know what lies below a prefix by one request, whatever else it holds."""
+
+    def listing(self, prefix: str, deadline: Deadline) -> list[str] | None:
+        """Every key that starts with ``prefix``; ``None`` where one request did not tell them all."""
         ...
 
 

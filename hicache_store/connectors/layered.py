@@ -39,6 +39,7 @@ from hicache_store.connectors.base import (
     Capabilities,
     Connector,
     Entry,
+    Lister,
     Outcome,
     Read,
     Status,
@@ -235,6 +236,17 @@ class LayeredConnector:
                 replace(one, version=None) for one, size in zip(batch, sizes, strict=True) if size is None
             )
 
+    def listing(self, prefix: str, deadline: Deadline) -> list[str] | None:
+        """Metadata below a prefix, which only the slow layer keeps; ``None`` for all else."""
+        self._require_usable()
+        if not prefix.startswith(META_PREFIX) or not isinstance(self._slow, Lister):
+            return None
+        found = self._slow.listing(prefix, deadline)
+        if found is None:
+            return None
+        known = dict.fromkeys([*found, *(key for key, _ in self._pending.queued() if key.startswith(prefix))])
+        return [key for key in known if not self._pending.is_void(key)]
+
     def flush(self, deadline: Deadline) -> bool:
         """Wait until all copies on their way have arrived or were dropped; whether they did."""
         self._require_usable()
@@ -267,6 +279,7 @@ def _combined(fast: Capabilities, slow: Capabilities, is_back: bool) -> Capabili
         alignment_bytes=max(fast.alignment_bytes, slow.alignment_bytes),
         is_read_only=slow.is_read_only,
         orders_eviction=fast.orders_eviction and slow.orders_eviction and not is_back,
+        lookup_items=max(fast.lookup_items, slow.lookup_items),
     )
 
 

@@ -32,7 +32,7 @@ from hicache_store.connectors.base import (
 )
 from hicache_store.connectors.s3_attach import Attached, attach
 from hicache_store.connectors.s3_landing import Batch
-from hicache_store.connectors.s3_plane import BucketFacts
+from hicache_store.connectors.s3_plane import BucketFacts, PlaneFault
 from hicache_store.connectors.s3_settings import S3Settings, read_settings
 from hicache_store.connectors.s3_threads import LoopThread
 from hicache_store.errors import ConfigurationError, DeadlineExceededError
@@ -133,6 +133,16 @@ class S3Connector:
         """
         self._loop.require_usable()
         return self._scan(prefix)
+
+    def listing(self, prefix: str, deadline: Deadline) -> list[str] | None:
+        """Every key that starts with ``prefix``, by one list; ``None`` when there are too many for one or
+        the server does not tell in time."""
+        self._loop.require_usable()
+        try:
+            entries, token = self._result(self._engine.entries(prefix, None), deadline)
+        except (PlaneFault, DeadlineExceededError):
+            return None
+        return None if token is not None else [entry.key for entry in entries]
 
     def set_expiry(self, days: int | None, deadline: Deadline) -> None:
         """Have the server remove objects ``days`` after they were written, never metadata.

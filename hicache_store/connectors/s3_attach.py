@@ -26,7 +26,12 @@ from hicache_store.connectors.s3_plane import (
 from hicache_store.connectors.s3_settings import PROBE_KEY, S3Settings
 from hicache_store.connectors.s3_threads import Threads
 from hicache_store.errors import ConfigurationError
-from hicache_store.limits import S3_ATTACH_TIMEOUT_S, S3_LANDING_THREADS, WORKERS_MAX
+from hicache_store.limits import (
+    S3_ATTACH_TIMEOUT_S,
+    S3_LANDING_THREADS,
+    S3_LOOKUP_CONCURRENCY,
+    WORKERS_MAX,
+)
 from hicache_store.metrics import Metrics
 
 T = TypeVar("T")
@@ -144,6 +149,7 @@ def _capabilities(settings: S3Settings) -> Capabilities:
         request_cost_bytes=settings.request_cost_bytes,
         concurrency=settings.concurrency,
         is_read_only=settings.is_read_only,
+        lookup_items=S3_LOOKUP_CONCURRENCY,
     )
 
 

@@ -26,7 +26,7 @@ from hicache_store.config import (
     read_options,
     size_option,
 )
-from hicache_store.connectors.base import Capabilities, Connector, Entry, Outcome, Read, Touch, Write
+from hicache_store.connectors.base import Capabilities, Connector, Entry, Lister, Outcome, Read, Touch, Write
 from hicache_store.errors import HandleError
 from hicache_store.limits import IN_FLIGHT_MAX, RETRIES_MAX
 from hicache_store.metrics import Metrics
@@ -111,6 +111,11 @@ class WrappedConnector:
         """What the inner connector holds."""
         return self.inner.scan(prefix)
 
+    def listing(self, prefix: str, deadline: Deadline) -> list[str] | None:
+        """What the inner connector says; ``None`` where it cannot tell by one request."""
+        self._require_usable()
+        return self.inner.listing(prefix, deadline) if isinstance(self.inner, Lister) else None
+
     def close(self) -> None:
         """Close the inner connector; idempotent."""
         if os.getpid() == self._pid:
@@ -119,6 +124,10 @@ class WrappedConnector:
         self.inner.close()
 
     def _call(self, verb: Verb, items: Items, deadline: Deadline, forward: Forward) -> list[Any]:
+        self._require_usable()
+        return self._policy.call(verb, items, deadline, forward)
+
+    def _require_usable(self) -> None:
         if os.getpid() != self._pid:
             raise HandleError(
                 f"a {self.capabilities.scheme} connector was opened by process {self._pid} and is used in "
@@ -126,7 +135,6 @@ class WrappedConnector:
             )
         if self._is_closed:  # a policy may answer without asking the inner connector
             raise HandleError(f"the {self.capabilities.scheme} connector is closed; open the store again")
-        return self._policy.call(verb, items, deadline, forward)
 
 
 def unwrapped(connector: Connector) -> Connector:

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache_store.clock import Clock, Deadline
-from hicache_store.connectors.base import BufferSource, BufferTarget, Connector, Read, Status, Write
+from hicache_store.connectors.base import (
+    BufferSource,
+    BufferTarget,
+    Connector,
+    Lister,
+    Outcome,
+    Read,
+    Status,
+    Write,
+)
 from hicache_store.layout.grid import Grid
 from hicache_store.layout.names import marker_key
 from hicache_store.layout.records import decode_grid, encode_grid, first_slot, frame, unframe
@@ -96,28 +105,45 @@ class GridDirectory:
         return is_new
 
     def read_slots(self, deadline: Deadline) -> list[Slot]:
-        """All slots, in one batch."""
+        """All slots, in one batch, without those that a list says are free.
+
+        A list that is behind the times does no harm: what it hides is met when a marker is put there,
+        and what it shows too long is read as absent.
+        """
         keys = [marker_key(self._namespace, slot) for slot in range(MARKER_SLOTS)]
-        memory = [bytearray(MARKER_BYTES) for _ in keys]
+        slots = [Slot(is_free=True)] * MARKER_SLOTS
+        listed = self._listed(deadline)
+        taken = [slot for slot, key in enumerate(keys) if listed is None or key in listed]
+        memory = [bytearray(MARKER_BYTES) for _ in taken]
         reads = [
-            Read(key, MARKER_BYTES, BufferTarget.whole(raw)) for key, raw in zip(keys, memory, strict=True)
+            Read(keys[slot], MARKER_BYTES, BufferTarget.whole(raw))
+            for slot, raw in zip(taken, memory, strict=True)
         ]
-        slots: list[Slot] = []
-        for key, raw, outcome in zip(keys, memory, self._connector.read_into(reads, deadline), strict=True):
-            if outcome.status is Status.ABSENT:
-                slots.append(Slot(is_free=True))
-                continue
-            body = unframe(key, bytes(raw)) if outcome.is_ok else None
-            grid = None if body is None else decode_grid(body)
-            if grid is not None:
-                slots.append(Slot(grid))
-                continue
-            is_damaged = outcome.is_ok or outcome.status is Status.WRONG_SIZE
-            if is_damaged:
-                self._metrics.add("markers.damaged")
-            slots.append(Slot(is_damaged=is_damaged, bad_version=outcome.version if is_damaged else None))
+        outcomes = self._connector.read_into(reads, deadline) if reads else []
+        for slot, raw, outcome in zip(taken, memory, outcomes, strict=True):
+            slots[slot] = self._judge(keys[slot], raw, outcome)
         self._remember([slot.grid for slot in slots if slot.grid is not None])
         return slots
+
+    def _listed(self, deadline: Deadline) -> frozenset[str] | None:
+        """The markers there are, where one request tells."""
+        if not isinstance(self._connector, Lister):
+            return None
+        prefix = marker_key(self._namespace, 0).removesuffix("00")
+        found = self._connector.listing(prefix, deadline)
+        return None if found is None else frozenset(found)
+
+    def _judge(self, key: str, raw: bytearray, outcome: Outcome) -> Slot:
+        if outcome.status is Status.ABSENT:
+            return Slot(is_free=True)
+        body = unframe(key, bytes(raw)) if outcome.is_ok else None
+        grid = None if body is None else decode_grid(body)
+        if grid is not None:
+            return Slot(grid)
+        is_damaged = outcome.is_ok or outcome.status is Status.WRONG_SIZE
+        if is_damaged:
+            self._metrics.add("markers.damaged")
+        return Slot(is_damaged=is_damaged, bad_version=outcome.version if is_damaged else None)
 
     def ensure(self, grid: Grid, deadline: Deadline) -> Announcement:
         """Make sure the marker of ``grid`` is there; looked at again now and then."""

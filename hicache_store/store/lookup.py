@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from hicache_store.clock import Deadline
 from hicache_store.layout.names import page_prefix
+from hicache_store.limits import LOOKUP_FIRST_PAGES, LOOKUP_ROUNDS
 from hicache_store.store.binding import Binding
 from hicache_store.store.context import StoreContext
 from hicache_store.store.reports import EndReason, LookupReport, PrefixEnd
@@ -67,13 +68,17 @@ def presence(
     *,
     stop_at_gap: bool,
     faults: Faults,
+    first: int = 0,
 ) -> list[int]:
     """Masks of what is stored of each page, grid after grid until a page is covered.
 
-    With ``stop_at_gap`` pages behind the first uncovered one may be left unasked.
+    With ``stop_at_gap`` pages behind the first uncovered one may be left unasked. ``first`` is a mask of
+    candidates to ask for before the others.
     """
     table, wanted = binding.table, binding.table.whole
     order = table.probe_order()
+    if first:
+        order = [first, *(rest for mask in order if (rest := mask & ~first))]
     masks = ask(context, binding, [(h, order[0]) for h in hashes], deadline, faults)
     asked = [order[0]] * len(hashes)
     remaining = order[1:]
@@ -115,17 +120,42 @@ def _first_completes(
     return binding.table.cover(binding.table.whole, masks[page]).is_complete
 
 
+def leading(
+    context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline, faults: Faults
+) -> list[int]:
+    """Masks of the pages from the first on, at least up to the first that is not covered.
+
+    One question where the storage takes keys in bulk. Where each key is a request, slices that double, so
+    that a chain of n stored pages costs at most about 2 n requests and a missing one a handful; nothing
+    is taken for stored unasked, since chains have holes. The cut that served a slice is asked for first in
+    the next.
+    """
+    together = context.connector.capabilities.lookup_items
+    if together == 0:
+        return presence(context, binding, hashes, deadline, stop_at_gap=True, faults=faults)
+    masks: list[int] = []
+    number, first = LOOKUP_FIRST_PAGES, 0
+    while len(masks) < len(hashes):
+        part = hashes[len(masks) : len(masks) + number]
+        found = presence(context, binding, part, deadline, stop_at_gap=True, faults=faults, first=first)
+        masks += found
+        if _leading(binding, found) < len(part):
+            break
+        first = binding.table.cover(binding.table.whole, found[-1]).mask
+        number = max(1, min(2 * number, LOOKUP_ROUNDS * together // first.bit_count()))
+    return masks
+
+
 def contains(
     context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline
 ) -> LookupReport:
     """How many leading pages are stored for this rank's box, under whatever grids."""
     context.learn_grids(binding)
     faults: Faults = {}
-    masks = presence(context, binding, hashes, deadline, stop_at_gap=True, faults=faults)
+    masks = leading(context, binding, hashes, deadline, faults)
     pages = _leading(binding, masks)
     if pages < len(hashes) and context.directory.refresh(deadline) and context.learn_grids(binding):
-        rest = presence(context, binding, hashes[pages:], deadline, stop_at_gap=True, faults=faults)
-        masks = [*masks[:pages], *rest]
+        masks = [*masks[:pages], *leading(context, binding, hashes[pages:], deadline, faults)]
         pages = _leading(binding, masks)
     binding.hints.set_many(list(zip(hashes[:pages], masks[:pages], strict=True)))
     context.metrics.add_many({"contains.pages": len(hashes), "contains.hits": pages})

@@ -1,0 +1,104 @@
+"""What a store on S3 asks of the server: requests of attaching, announcing and looking up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from store_rig import attach_rank, chain, tiny
+
+from hicache_store.connectors.base import Connector
+from hicache_store.connectors.registry import open_connector
+from hicache_store.layout.parallel import Rank
+from hicache_store.limits import LOOKUP_FIRST_PAGES
+from hicache_store.testing.s3_server import S3Server, error_reply, on_operations
+
+POOL = tiny(2, 2, 1, "int8").pool(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client() -> Iterator[None]:
+    """Keys, and the client's own runtime, which stays for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch, S3Server() as server:
+        patch.setenv("AWS_ACCESS_KEY_ID", "AK")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "SK")
+        open_connector(f"s3://bucket/kv?endpoint={server.endpoint}").close()
+        yield
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@dataclasses.dataclass
+class S3Place:
+    """A place of the store's rig behind a URL."""
+
+    url: str
+
+    def open(self) -> Connector:
+        return open_connector(self.url)
+
+
+def test_attaching_and_announcing_cost_few_requests(server: S3Server) -> None:
+    """Markers are found by one list below their own prefix: 64 slots are not 64 requests."""
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    for number, spec in enumerate(("tp1pp1", "tp1pp2", "tp2pp1")):
+        server.forget_requests()
+        rig = attach_rank(place, POOL, spec, Rank())
+        counts = server.counts()
+        assert counts["LIST"] == 1
+        # The manifest, and the markers that are there.
+        assert counts["GET"] <= 2 + number
+        assert counts.total() <= 10 + number
+        server.forget_requests()
+        rig.fill(range(1))
+        assert rig.backup([f"{number:064x}"]).objects > 0
+        counts = server.counts()
+        assert counts["LIST"] == 1
+        assert counts["GET"] <= 1 + number, "what is there, and the new one read back"
+        assert len(rig.store._context.directory.grids) == number + 1
+        rig.store.close()
+    server.forget_requests()
+    with attach_rank(place, POOL, "tp1pp1", Rank()) as reader:
+        assert len(reader.store._context.directory.grids) == 3
+        assert reader.store.contains(chain(512)).pages == 0
+        assert server.count("HEAD") <= LOOKUP_FIRST_PAGES + 8
+
+
+def test_markers_are_read_where_the_server_does_not_list(server: S3Server) -> None:
+    """A denied, truncated or failing list costs the requests it would have saved, and no grid."""
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    with attach_rank(place, POOL, "tp1pp2", Rank()) as writer:
+        writer.fill(range(1))
+        assert writer.backup(["a" * 64]).objects > 0
+    server.plan = on_operations(error_reply(403, "AccessDenied"), "LIST")
+    with attach_rank(place, POOL, "tp1pp1", Rank()) as reader:
+        assert len(reader.store._context.directory.grids) == 1
+    server.plan = None
+    server.page_keys = 1
+    server.objects["kv/" + "meta/v1/x"] = b"x"
+    digest = reader.store._context.namespace
+    server.objects[f"kv/meta/v1/{digest}/grid-99"] = b"of another version"
+    with attach_rank(place, POOL, "tp1pp1", Rank()) as reader:
+        assert len(reader.store._context.directory.grids) == 1
+
+
+def test_a_list_behind_the_times_announces_nothing_twice(server: S3Server) -> None:
+    """A list that hides a marker is found out when the marker is put there and read back."""
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    with attach_rank(place, POOL, "tp1pp2", Rank()) as writer:
+        writer.fill(range(1))
+        assert writer.backup(["a" * 64]).objects > 0
+    before = {key for key in server.objects if "/grid-" in key}
+    for spec, new in (("tp1pp2", 0), ("tp1pp1", 1)):
+        with attach_rank(place, POOL, spec, Rank()) as writer:
+            writer.store._context.connector.inner.inner.listing = lambda _prefix, _deadline: []
+            writer.fill(range(1))
+            assert writer.backup([f"{new + 7:064x}"]).objects > 0
+        after = {key for key in server.objects if "/grid-" in key}
+        assert len(after) == len(before) + new
+        assert before <= after
