@@ -1,8 +1,9 @@
 """The batches of an S3 store, as coroutines over a plane, for whatever loop they run on.
 
-Coroutines pull the items of their batch. All batches of a handle share two gates: one bounds the
-requests in flight, one the items and bytes in memory, of which twice as many may be there, so that the
-network goes on while bodies are copied. That happens on threads and never holds up the loop.
+Coroutines pull the items of their batch. All batches of a handle share three gates: one bounds the
+requests in flight, one the look-ups, both fewer while the server throttles, and one the items and bytes in
+memory, of which twice as many may be there, so that the network goes on while bodies are copied. That
+happens on threads and never holds up the loop.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class S3Engine:
         self.conditions = Conditions()
         self.metrics = metrics
         self._landing = landing
-        self._requests = Gate(settings.concurrency, 0)
+        self._requests = Gate(settings.concurrency, 0, metrics)
         self._memory = Gate(2 * settings.concurrency, S3_INFLIGHT_BYTES)
-        self._lookups = Gate(S3_LOOKUP_CONCURRENCY, 0)
+        self._lookups = Gate(S3_LOOKUP_CONCURRENCY, 0, metrics)
         self._buffers = Buffers(S3_BUFFERS_KEEP_BYTES)
         self._renewal = asyncio.Lock()
         self._renewed_at = float("-inf")
