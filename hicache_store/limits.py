@@ -399,6 +399,9 @@ BREAKER_PROBE_S: Final = 1.0
 """Longest time of a probe; a storage that needs longer for one absent key is not back."""
 
 IN_FLIGHT_MAX: Final = 4096
+BREAKER_LOG_S: Final = 10.0
+"""Time between two lines of the log about storage that fails, works and fails again."""
+
 """Most items in flight that an option may ask for."""
 
 HEDGED_CALLS_MAX: Final = 16

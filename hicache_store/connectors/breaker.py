@@ -1,16 +1,19 @@
 """A circuit breaker: a storage that does not answer is left alone for a while.
 
 Faults are items that timed out or that failed for the moment (``is_transient``); absence, rejection,
-a conflict and a refusal by policy are answers. The breaker opens after BREAKER_CALLS calls in a row
+a conflict and a refusal by policy are answers. A refusal for the moment is neither: a full server takes
+no writes and yet answers every read. The breaker opens after BREAKER_CALLS calls in a row
 with faults and without any answer, or when in the last seconds as many calls had faults and the share of
 faults among all items is too high: one call, however large and however short of time, opens nothing. While
 it is open an item is refused at once and a size is unknown. After the cool-down one caller probes the
 storage with the read of one absent key, at most BREAKER_PROBE_S long: an answer closes the breaker,
-anything else opens it for twice the time, up to a bound. All others are refused meanwhile.
+anything else opens it for twice the time, up to a bound. All others are refused meanwhile. Why it opened
+stands in every refusal, and in one line of the log.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any, Final
 
@@ -22,11 +25,14 @@ from hicache_store.limits import (
     BREAKER_COOL_MAX_S,
     BREAKER_COOL_S,
     BREAKER_FAULT_SHARE,
+    BREAKER_LOG_S,
     BREAKER_PROBE_S,
     BREAKER_WINDOW_ITEMS,
     BREAKER_WINDOW_S,
 )
 from hicache_store.metrics import Metrics
+
+_LOG = logging.getLogger(__name__)
 
 PROBE_KEY: Final = f"meta/v1/{'0' * 64}/probe"
 """The absent key that a probe asks for."""
@@ -40,7 +46,13 @@ def breaking(inner: Connector, *, clock: Clock = SYSTEM_CLOCK) -> WrappedConnect
 
 def is_fault(outcome: Outcome) -> bool:
     """Whether the storage failed, rather than answered."""
-    return outcome.status is Status.TIMED_OUT or (outcome.is_transient and not outcome.is_ok)
+    return outcome.status is Status.TIMED_OUT or (outcome.status is Status.FAILED and outcome.is_transient)
+
+
+def is_answer(outcome: Outcome) -> bool:
+    """Whether the storage did what it is there for, be it to say no."""
+    is_refusal_for_now = outcome.status is Status.REFUSED and outcome.is_transient
+    return not is_fault(outcome) and not is_refusal_for_now
 
 
 class _Breaker:
@@ -51,6 +63,8 @@ class _Breaker:
         self._lock = threading.Lock()
         self._cool_s = BREAKER_COOL_S
         self._open_until: float | None = None
+        self._reason = ""
+        self._next_log = clock.monotonic()
         self._is_probing = False
         self._calls_in_a_row = 0
         self._window_start = clock.monotonic()
@@ -70,7 +84,7 @@ class _Breaker:
     def _refusal(self) -> Outcome:
         with self._lock:
             wait_s = max(0.0, (self._open_until or 0.0) - self._clock.monotonic())
-        detail = f"the storage does not answer and is left alone; it is tried again in {wait_s:.1f} s"
+        detail = f"the storage fails and is left alone ({self._reason}); it is tried again in {wait_s:.1f} s"
         return Outcome(Status.REFUSED, detail, retry_after_s=wait_s)
 
     def _is_passable(self, deadline: Deadline) -> bool:
@@ -86,15 +100,16 @@ class _Breaker:
         finally:
             with self._lock:
                 self._is_probing = False
-                if is_fault(outcome):
+                if not is_answer(outcome):
+                    self._reason = _reason_of(outcome)
                     self._cool_s = min(BREAKER_COOL_MAX_S, 2 * self._cool_s)
                     self._open_until = self._clock.monotonic() + self._cool_s
                 else:
                     self._cool_s, self._open_until = BREAKER_COOL_S, None
                     self._calls_in_a_row = 0
                     self._window = [0, 0, 0]
-        self._metrics.add("breaker.stayed_open" if is_fault(outcome) else "breaker.closed")
-        return not is_fault(outcome)
+        self._metrics.add("breaker.closed" if is_answer(outcome) else "breaker.stayed_open")
+        return is_answer(outcome)
 
     def _probe(self, deadline: Deadline) -> Outcome:
         clock = deadline.clock
@@ -105,15 +120,24 @@ class _Breaker:
         if verb == "sizes":  # ``None`` may be absence or a fault; only running out of time is certain
             answers = sum(result is not None for result in results)
             faults = len(results) - answers if deadline.is_past else 0
+            reason = TIMED_OUT
         else:
             faults = sum(map(is_fault, results))
-            answers = len(results) - faults
+            answers = sum(map(is_answer, results))
+            reason = next(filter(is_fault, results), TIMED_OUT)
         with self._lock:
-            if self._open_until is None and self._is_too_much(faults, answers):
-                self._open_until = self._clock.monotonic() + self._cool_s
-            else:
+            if self._open_until is not None or not self._is_too_much(faults, answers):
                 return
+            now = self._clock.monotonic()
+            self._open_until = now + self._cool_s
+            self._reason = _reason_of(reason)
+            is_told = now >= self._next_log
+            if is_told:
+                self._next_log = now + BREAKER_LOG_S
         self._metrics.add("breaker.opened")
+        if is_told:
+            scheme = self._inner.capabilities.scheme
+            _LOG.warning("the %s storage fails and is left alone for a while: %s", scheme, self._reason)
 
     def _is_too_much(self, faults: int, answers: int) -> bool:
         now = self._clock.monotonic()
@@ -133,3 +157,7 @@ class _Breaker:
 
     def close(self) -> None:
         """Nobody waits here."""
+
+
+def _reason_of(outcome: Outcome) -> str:
+    return outcome.detail or "no answer in time"

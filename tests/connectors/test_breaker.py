@@ -12,7 +12,13 @@ from hicache_store.connectors.base import ABSENT, OK, TIMED_OUT, Outcome, Read, 
 from hicache_store.connectors.breaker import PROBE_KEY, breaking
 from hicache_store.connectors.memory import MemoryConnector
 from hicache_store.errors import HandleError
-from hicache_store.limits import BREAKER_CALLS, BREAKER_COOL_MAX_S, BREAKER_COOL_S, BREAKER_PROBE_S
+from hicache_store.limits import (
+    BREAKER_CALLS,
+    BREAKER_COOL_MAX_S,
+    BREAKER_COOL_S,
+    BREAKER_LOG_S,
+    BREAKER_PROBE_S,
+)
 from hicache_store.testing.clocks import FakeClock
 from hicache_store.testing.contract_base import PATIENCE_S, run_together
 
@@ -148,6 +154,45 @@ def test_a_share_of_faults_opens_it_and_a_small_one_does_not(rig: Rig) -> None:
     seen = [rig.touch(4)[0].status for _ in range(20)]
     assert Status.REFUSED in seen
     assert seen.index(Status.REFUSED) == 8
+
+
+def test_d19_a_full_server_is_read_from(rig: Rig) -> None:
+    """Writes refused for want of memory say nothing against reads: no breaker stands in their way. Nor do
+    they count as an answer, in a storage that fails otherwise."""
+    full = Outcome(Status.REFUSED, "OOM command not allowed", is_transient=True)
+    rig.inner.answer = full
+    for _ in range(200):
+        assert rig.touch(4) == [full] * 4
+    rig.open()
+    rig.inner.answer = full
+    rig.clock.advance(BREAKER_COOL_S)
+    assert rig.touch()[0].status is Status.REFUSED
+    assert rig.connector.metrics.get("breaker.stayed_open") == 1
+
+
+def test_d22_an_outage_is_one_line_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Thousands of failed puts are no thousand lines; the reason stands in each refusal, until it works."""
+    rig.open()
+    for _ in range(1_000):
+        (outcome,) = rig.touch()
+        assert "connection refused" in outcome.detail
+    rig.clock.advance(BREAKER_COOL_S)
+    rig.inner.answer = TIMED_OUT
+    assert "no answer in time" in rig.touch()[0].detail
+    rig.clock.advance(2 * BREAKER_COOL_S)
+    rig.inner.answer = OK
+    assert rig.touch() == [OK]
+    assert len(caplog.records) == 1
+    assert "memory storage fails" in caplog.text
+    assert "connection refused" in caplog.text
+    rig.open()
+    assert len(caplog.records) == 1, "storage that comes and goes is told of now and then"
+    assert rig.connector.metrics.get("breaker.opened") == 2
+    rig.clock.advance(BREAKER_LOG_S)
+    rig.inner.answer = OK
+    assert rig.touch() == [OK]
+    rig.open()
+    assert len(caplog.records) == 2
 
 
 def test_one_large_call_without_time_opens_nothing(rig: Rig) -> None:

@@ -126,9 +126,8 @@ class TestServers(ConnectorContract):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", endpoint.secret_key)
         region = os.environ.get("HICACHE_TEST_S3_REGION", endpoint.region)
         url = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint={endpoint.url}&region={region}"
-        # With retries, as in use: a gateway fails writers of one key that meet. A breaker would also count
-        # the deadlines that the contract lets pass on purpose.
-        return lambda: open_connector(f"{url}&breaker=0")
+        # With retries, as in use: a gateway fails writers of one key that meet.
+        return lambda: open_connector(url)
 
 
 @pytest.mark.parametrize(
