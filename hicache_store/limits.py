@@ -189,6 +189,10 @@ FILLER_OWN_MAX_BYTES: Final = 16 * KIB
 """Bytes that no slot wants (a trailer, mostly) up to which a read in flight has memory of its own: a
 block of the staging pool costs two locks."""
 
+SMALL_OBJECT_SHARE: Final = 4
+"""An object is called small when a request costs more than this many times its bytes: 256 KiB on S3,
+where 16 and 256 KiB were seen to take the same time."""
+
 PLAN_CACHE_MAX: Final = 4096
 """Plans, covers and hints kept per pool; past it the oldest are forgotten."""
 
@@ -395,13 +399,13 @@ BREAKER_COOL_S: Final = 1.0
 BREAKER_COOL_MAX_S: Final = 30.0
 """Longest such time: the storage is back in use at most this long after it works again."""
 
+BREAKER_LOG_S: Final = 10.0
+"""Time between two lines of the log about storage that fails, works and fails again."""
+
 BREAKER_PROBE_S: Final = 1.0
 """Longest time of a probe; a storage that needs longer for one absent key is not back."""
 
 IN_FLIGHT_MAX: Final = 4096
-BREAKER_LOG_S: Final = 10.0
-"""Time between two lines of the log about storage that fails, works and fails again."""
-
 """Most items in flight that an option may ask for."""
 
 HEDGED_CALLS_MAX: Final = 16
@@ -427,3 +431,16 @@ LAYER_DRAIN_S: Final = 10.0
 
 BENCH_BYTES_MAX: Final = 2 * GIB
 """Bytes of one batch of `hicache bench`, which are held in memory to be compared."""
+
+ENGINE_TRANSFER_S: Final = 8.0
+"""Default deadline of one batch of 128 pages that an engine moves: SGLang waits 10 s for its threads when
+a store is detached, and a prefetch that is 8 s late has lost against recomputing."""
+
+ENGINE_LOOKUP_S: Final = 2.0
+"""Default deadline of an engine's look-up: on some paths it holds the scheduler."""
+
+ENGINE_SCRATCH_BYTES: Final = 32 * MIB
+"""Memory through which pages go that only the engine can take apart, in each direction."""
+
+ENGINE_STATS_MAX: Final = 4096
+"""Transfers remembered between two questions for statistics; the oldest are forgotten."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.box import Box
+from hicache_store.layout.format import ObjectFormat
 from hicache_store.layout.grid import Grid, fixed_grid, own_grid
 from hicache_store.layout.layouts import Layout, check_layout
 from hicache_store.layout.model import Pool
 from hicache_store.layout.parallel import ParallelSpec, Rank, Shard, shard
 from hicache_store.layout.reading import plan_piece
 from hicache_store.layout.records import encode_grid
-from hicache_store.limits import CANDIDATES_MAX, HINTS_MAX, TOUCH_MEMORY_MAX
+from hicache_store.limits import CANDIDATES_MAX, HINTS_MAX, SMALL_OBJECT_SHARE, TOUCH_MEMORY_MAX
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.candidates import Candidate, CandidateTable
 from hicache_store.store.transfer import PiecePlan, check_buffers
@@ -69,6 +70,25 @@ class Binding:
     def largest_object_bytes(self) -> int:
         """Length of the largest object this rank writes."""
         return max(chunk.object_bytes for chunk in self.write_chunks)
+
+    def small_object_advice(self, request_cost_bytes: int) -> str | None:
+        """What to say when a request costs several times the bytes of an object; ``None`` when not.
+
+        An object below a quarter of the request's cost spends at least four fifths of its time on
+        the request. Pages of more tokens make larger objects: what a rank writes of a page is one
+        object already, unless a fixed grid cuts it.
+        """
+        pool = self.pool
+        smallest = min(ObjectFormat.of(pool, chunk.box).payload_bytes for chunk in self.write_chunks)
+        sensible = request_cost_bytes // SMALL_OBJECT_SHARE
+        if smallest >= sensible:
+            return None
+        tokens = pool.page_size * -(-sensible // smallest)
+        return (
+            f"pool {pool.name}: an object of a page of {pool.page_size} tokens has {smallest} payload bytes, "
+            f"and a request costs as much as {request_cost_bytes}; use pages of {tokens} tokens or more (a "
+            "page may lie in several blocks of the engine), or storage with cheaper requests"
+        )
 
     def use_announced(self, grids: Sequence[Grid]) -> bool:
         """Write under a grid that is announced already; ``False`` when none tiles the rank's box."""

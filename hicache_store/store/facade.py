@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 from hicache_store.clock import SYSTEM_CLOCK, Clock, Deadline
@@ -29,6 +30,7 @@ from hicache_store.store.staging import StagingPool
 from hicache_store.store.ticket import Submitter, Ticket
 
 R = TypeVar("R")
+log = logging.getLogger("hicache_store")
 
 
 class Store:
@@ -95,6 +97,7 @@ class Store:
                     f"{largest}, or a grid of fewer heads or layers an object"
                 )
             counters = Metrics() if metrics is None else metrics
+            _advise(bindings.values(), connector.capabilities.request_cost_bytes, counters)
             deadline = Deadline.after(timeout_s, clock)
             manifest.ensure(connector, namespace, deadline, counters)
             directory = GridDirectory(connector, namespace.digest, clock, counters)
@@ -254,6 +257,15 @@ def _check_arguments(
         raise ConfigurationError(f"a store needs pools of different names, got {names}")
     for given in pools:
         manifest.check_pool(namespace, given.pool)
+
+
+def _advise(bindings: Iterable[Binding], request_cost_bytes: int, metrics: Metrics) -> None:
+    """Warn, once an attach, of pools whose objects are too small for the storage."""
+    for binding in bindings:
+        advice = binding.small_object_advice(request_cost_bytes)
+        if advice is not None:
+            metrics.add("attach.small_objects")
+            log.warning("%s", advice)
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

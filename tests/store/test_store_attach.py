@@ -208,3 +208,36 @@ def test_read_only_buffers_can_be_backed_up_and_not_restored_into() -> None:
         assert store.backup(chain(1, 2), [placement_of_slot(1, 2)]).states == (PageState.STORED,)
         with pytest.raises(ConfigurationError, match="pool kv has read-only buffers"):
             store.restore(chain(1, 2), [placement_of_slot(1, 2)])
+
+
+class CostlyConnector(ClosingConnector):
+    """Says that each of its requests costs as much as some bytes."""
+
+    def __init__(self, request_cost_bytes: int) -> None:
+        super().__init__()
+        self.capabilities = dataclasses.replace(
+            self._inner.capabilities, request_cost_bytes=request_cost_bytes
+        )
+
+
+@pytest.mark.parametrize(
+    ("request_cost_bytes", "tokens"),
+    [(4 * 128, None), (4 * 129, 4), (4 * 256, 4), (4 * 257, 6), (1 << 20, 4096)],
+)
+def test_small_objects_are_warned_of_with_the_page_that_would_do(request_cost_bytes, tokens, caplog):
+    pool = tiny(4, 4).pool(2)  # 4 heads x 4 layers x 2 tokens x 2 parts x 2 elements of 2 bytes
+    whole = engine_layout("layer_first", pool, shard(pool, ParallelSpec(), Rank()).box, slots=1)
+    given = PoolBuffers(pool, whole, buffers(whole, pool))
+    assert pool.payload_bytes(whole.box) == 256
+    fixed = FixedGrid(heads_per_object=2, layers_per_object=4)
+    with Store.attach(
+        CostlyConnector(request_cost_bytes), namespace_of(pool), [given], ParallelSpec(), Rank(), grid=fixed
+    ) as store:
+        assert store.metrics.get("attach.small_objects") == (tokens is not None)
+    said = [record.getMessage() for record in caplog.records if "payload bytes" in record.getMessage()]
+    if tokens is None:
+        assert said == []
+    else:
+        (words,) = said
+        assert "pool kv: an object of a page of 2 tokens has 128 payload bytes" in words
+        assert f"use pages of {tokens} tokens or more" in words
