@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hicache_store.connectors.registry import known_schemes
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -20,6 +22,24 @@ BLOCKS = [
 
 def test_the_docs_hold_examples() -> None:
     assert len(BLOCKS) >= 3
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "connectors").glob("*.md")), ids=lambda page: page.name
+)
+def test_each_connector_has_a_page_with_an_example(page: Path) -> None:
+    assert "open_connector(" in "".join(BLOCK.findall(page.read_text(encoding="utf-8")))
+
+
+def test_each_connector_has_a_page() -> None:
+    listed = (ROOT / "docs" / "connectors" / "README.md").read_text(encoding="utf-8")
+    pages = {page.stem for page in (ROOT / "docs" / "connectors").glob("*.md")}
+    kin = {"rediss": "redis", "unix": "redis", "valkey": "redis", "valkeys": "redis"}
+    for scheme in known_schemes():
+        name = scheme.partition("+")[0]
+        page = kin.get(name, name)
+        assert page in pages
+        assert f"]({page}.md)" in listed
 
 
 @pytest.mark.parametrize("code", BLOCKS)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Final
 
 from hicache_store.cli.doctor_checks import Examination, Finding, way_out_of
 from hicache_store.cli.masking import masked
-from hicache_store.cli.opening import opened
+from hicache_store.cli.opening import layer_urls, opened, warnings_heard
 from hicache_store.cli.output import Output, printable, size_text
 from hicache_store.config import StoreUrl, parse_url
 from hicache_store.connectors.base import Capabilities
@@ -17,7 +18,6 @@ from hicache_store.connectors.registry import known_schemes
 from hicache_store.connectors.wrapping import split_options
 from hicache_store.errors import ConfigurationError, HicacheError
 
-_LAYERS: Final = ("fast", "slow")
 _MARKS: Final = {"ok": "ok", "note": "note", "warning": "WARN", "fault": "FAULT"}
 
 
@@ -39,10 +39,15 @@ def examine(url: str, timeout_s: float) -> Iterator[Finding]:
     yield Finding("store", "note", masked(url))
     try:
         parsed = parse_url(url)
-        with opened(url, changes=True) as connector:
+        with ExitStack() as stack:
+            with warnings_heard() as heard:
+                connector = stack.enter_context(opened(url, changes=True))
             yield from _settings(parsed, connector.capabilities)
-            layers = _layers(parsed)
+            # Layers are looked at one by one: metadata, which an examination writes, only lies in the slow
+            # one, and each warns of itself.
+            layers = layer_urls(parsed)
             if not layers:
+                yield from (Finding("attach", "warning", text) for text in heard)
                 yield from Examination(connector, timeout_s).run()
     except (HicacheError, OSError) as error:
         text = str(error).replace(url, masked(url))
@@ -53,11 +58,6 @@ def examine(url: str, timeout_s: float) -> Iterator[Finding]:
     for name, layer_url in layers:
         for finding in examine(layer_url, timeout_s):
             yield replace(finding, name=f"{name}: {finding.name}")
-
-
-def _layers(parsed: StoreUrl) -> list[tuple[str, str]]:
-    """Layers are looked at one by one: metadata, which an examination writes, only lies in the slow one."""
-    return [pair for pair in parsed.query if pair[0] in _LAYERS] if parsed.scheme == "layered" else []
 
 
 def _settings(parsed: StoreUrl, has: Capabilities) -> Iterator[Finding]:

@@ -1,18 +1,20 @@
-"""``hicache gc``: have the storage clean itself up now, by the options of the URL."""
+"""``hicache gc``: have the storage clean itself up, by the options of the URL, or by a rule of its server."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Protocol, runtime_checkable
 
 from hicache_store.cli.masking import masked
-from hicache_store.cli.opening import opened
+from hicache_store.cli.opening import Layer, opened_layers, warnings_heard
 from hicache_store.cli.output import Output, count_text, size_text
 from hicache_store.clock import Deadline
 from hicache_store.config import parse_url
 from hicache_store.connectors.local_sweep import SweepReport
 from hicache_store.connectors.wrapping import unwrapped
+from hicache_store.errors import ConfigurationError, HicacheError
 
 
 @runtime_checkable
@@ -22,26 +24,73 @@ class _Sweeps(Protocol):
         ...
 
 
+@runtime_checkable
+class _Expires(Protocol):
+    def set_expiry(self, days: int | None, deadline: Deadline) -> None:
+        """Have the server remove objects so long after they were written; ``None``: no longer."""
+        ...
+
+
 def run(args: Namespace, out: Output) -> int:
-    """Sweep; exit code 1 when the sweep could not finish."""
-    bounds = {name: text for name, text in parse_url(args.url).query if name in ("quota", "ttl", "min_free")}
-    with opened(args.url, changes=True) as opened_connector:
-        connector = unwrapped(opened_connector)
-        if not isinstance(connector, _Sweeps):
-            scheme = connector.capabilities.scheme
-            out.document({"url": masked(args.url), "swept": False})
-            out.line(f"{scheme} storage keeps itself within its bounds; there is nothing to sweep")
-            return 0
-        if "quota" not in bounds:
-            out.note("the URL gives no quota, so the default one applies; give what the engines are given")
-        with out.progress("sweeping"):
-            report = connector.sweep(Deadline.after(args.timeout))
-    out.document({"url": masked(args.url), "swept": True, **asdict(report)})
+    """Sweep, or set the rule; exit code 1 when a sweep could not finish."""
+    with warnings_heard() as heard, opened_layers(args.url, changes=True) as layers:
+        for text in heard:
+            out.note(text)
+        if args.lifecycle is not None:
+            done = _set_lifecycle(layers, args.lifecycle, args.timeout, out)
+        else:
+            done = [_clean(layer, args.timeout, out) for layer in layers]
+    shown = masked(args.url)
+    if len(layers) > 1:
+        out.document({"url": shown, "layers": done})
+    else:
+        out.document({**done[0], "url": shown})
+    return 1 if any(one.get("is_complete") is False for one in done) else 0
+
+
+# -- sweeping ----------------------------------------------------------------------------------
+
+
+def _clean(layer: Layer, timeout_s: float, out: Output) -> dict[str, object]:
+    connector = unwrapped(layer.connector)
+    if layer.name:
+        out.line(f"{layer.name}: {masked(layer.url)}")
+    if not isinstance(connector, _Sweeps):
+        text = _upkeep_of(layer)
+        out.line(text)
+        return {**_named(layer), "swept": False, "upkeep": text}
+    if "quota" not in dict(parse_url(layer.url).query):
+        out.note("the URL gives no quota, so the default one applies; give what the engines are given")
+    with out.progress("sweeping"):
+        report = connector.sweep(Deadline.after(timeout_s))
     _print(report, out)
     if not report.is_complete:
         out.note(f"the sweep is incomplete: {report.reason or 'unknown reason'}")
-        return 1
-    return 0
+    return {**_named(layer), "swept": True, **asdict(report)}
+
+
+def _named(layer: Layer) -> dict[str, object]:
+    url = masked(layer.url)
+    return {"layer": layer.name, "url": url} if layer.name else {"url": url}
+
+
+def _upkeep_of(layer: Layer) -> str:
+    """Who removes objects where there is nothing to sweep."""
+    scheme = unwrapped(layer.connector).capabilities.scheme
+    match scheme:
+        case "memory":
+            return "memory storage keeps to quota and ttl as it is used, and ends with its process"
+        case "redis":
+            ttl = dict(parse_url(layer.url).query).get("ttl")
+            by_age = f"objects not used for {ttl}" if ttl else "none by age (the URL gives no ttl)"
+            return f"the Redis server removes {by_age}, and others by its maxmemory-policy once it is full"
+        case "s3":
+            return (
+                "an S3 server removes objects only by a lifecycle rule of their bucket; "
+                "--lifecycle 30d sets one, by the time of writing"
+            )
+        case _:
+            return f"{scheme} storage has no upkeep that could be done from here"
 
 
 def _print(report: SweepReport, out: Output) -> None:
@@ -56,3 +105,34 @@ def _print(report: SweepReport, out: Output) -> None:
         out.line(f"{'strays':<10} {count_text(report.strays, 'entry', 'entries')} of others, left alone")
     if report.failures:
         out.line(f"{'failures':<10} {count_text(report.failures, 'system call')}")
+
+
+# -- rules of a server -------------------------------------------------------------------------
+
+
+def _set_lifecycle(
+    layers: Sequence[Layer], days: int, timeout_s: float, out: Output
+) -> list[dict[str, object]]:
+    """Set the rule of every layer that can have one; raises :class:`ConfigurationError` when none can."""
+    able = [(layer, one) for layer in layers if isinstance(one := unwrapped(layer.connector), _Expires)]
+    if not able:
+        schemes = " and ".join(unwrapped(layer.connector).capabilities.scheme for layer in layers)
+        raise ConfigurationError(
+            f"{schemes} storage has no lifecycle rules; they are for s3://. `hicache gc` without --lifecycle "
+            "does, or says, what there is instead"
+        )
+    for layer, connector in able:
+        place = masked(layer.url)
+        try:
+            connector.set_expiry(days or None, Deadline.after(timeout_s))
+        except HicacheError as error:
+            raise ConfigurationError(
+                f"the lifecycle rule of {place} was not changed: {error}; let this account do "
+                "s3:GetLifecycleConfiguration and s3:PutLifecycleConfiguration, or let tools of the server "
+                "expire what lies below v1/ of the store's prefix, and nothing else"
+            ) from error
+        what = f"{count_text(days, 'day')} after they were written" if days else "by no rule of this store"
+        out.line(f"{place}: the server removes objects {what}; manifests and markers stay")
+    changed = [layer.name for layer, _ in able]
+    rule = {"lifecycle_days": days or None}
+    return [{**_named(layer), **(rule if layer.name in changed else {})} for layer in layers]

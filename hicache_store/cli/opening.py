@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 from urllib.parse import urlencode
 
 from hicache_store.cli.output import Output
-from hicache_store.config import parse_url
+from hicache_store.config import StoreUrl, parse_url
 from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.metrics import Metrics
@@ -21,6 +23,17 @@ _LOOKING: Final = dict.fromkeys(_READ_ONLY_SCHEMES, (("readonly", "1"),))
 _CHANGING: Final = {"file": (("sweep", "0"),)}
 """Options a scheme is opened with. A handle that sweeps in the background would evict by the quota
 of the tool's URL, which need not be that of the engines."""
+
+_LAYERS: Final = ("fast", "slow")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One store of a URL, opened by itself. ``name`` is empty, or says which layer, such as ``slow``."""
+
+    name: str
+    url: str
+    connector: Connector
 
 
 @contextmanager
@@ -40,15 +53,46 @@ def opened(url: str, *, changes: bool = False) -> Iterator[Connector]:
         connector.close()
 
 
+@contextmanager
+def opened_layers(url: str, *, changes: bool = False) -> Iterator[list[Layer]]:
+    """Each store that holds objects of ``url``, the fastest first: of ``layered:`` its layers, else one.
+
+    A tool must see every copy, where a layered connector shows the first that is good. A fast layer that
+    the URL declares read-only is opened so whatever ``changes`` says. Raises as :func:`opened`.
+    """
+    with ExitStack() as stack:
+        if parse_url(url).scheme == "layered":  # which checks what the layers by themselves do not show
+            open_connector(_adapted(url, _LOOKING)).close()
+        layers = [
+            Layer(name, one, stack.enter_context(opened(one, changes=may_change)))
+            for name, one, may_change in _stores(url, "", changes)
+        ]
+        yield layers
+
+
+def _stores(url: str, name: str, changes: bool) -> Iterator[tuple[str, str, bool]]:
+    parsed = parse_url(url)
+    if parsed.scheme != "layered":
+        yield name, url, changes
+        return
+    is_fast_fixed = ("mode", "read-only-fast") in parsed.query
+    for layer, layer_url in layer_urls(parsed):
+        may_change = changes and not (layer == "fast" and is_fast_fixed)
+        yield from _stores(layer_url, f"{name} {layer}".lstrip(), may_change)
+
+
+def layer_urls(parsed: StoreUrl) -> list[tuple[str, str]]:
+    """The layers of a ``layered:`` URL by name, the fast one first; nothing for other URLs."""
+    given = dict(parsed.query) if parsed.scheme == "layered" else {}
+    return [(name, given[name]) for name in _LAYERS if name in given]
+
+
 def _adapted(url: str, options: Mapping[str, tuple[tuple[str, str], ...]]) -> str:
     """``url``, and the URLs of its layers, with what their schemes are opened with."""
     parsed = parse_url(url)
     if parsed.scheme != "layered":
         return with_options(url, options.get(parsed.scheme, ()))
-    pairs = [
-        (name, _adapted(value, options) if name in ("fast", "slow") else value)
-        for name, value in parsed.query
-    ]
+    pairs = [(name, _adapted(value, options) if name in _LAYERS else value) for name, value in parsed.query]
     return f"layered:?{urlencode(pairs)}"
 
 
@@ -59,6 +103,24 @@ def with_options(url: str, options: tuple[tuple[str, str], ...]) -> str:
         if name not in given:
             url += f"{'&' if '?' in url else '?'}{name}={value}"
     return url
+
+
+@contextmanager
+def warnings_heard() -> Iterator[list[str]]:
+    """What the package warns of meanwhile, each once: at attach, of what will surprise the operator."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() not in heard:
+                heard.append(record.getMessage())
+
+    listener, package = Listener(logging.WARNING), logging.getLogger("hicache_store")
+    package.addHandler(listener)
+    try:
+        yield heard
+    finally:
+        package.removeHandler(listener)
 
 
 @runtime_checkable

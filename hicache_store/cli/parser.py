@@ -114,7 +114,11 @@ def _stat(add: _Adds) -> None:
 def _verify(add: _Adds) -> None:
     sub = add("verify", "read every object and check every byte; exit code 1 when anything is wrong")
     _namespace(sub, "only namespaces that start like this")
-    sub.add_argument("--delete", action="store_true", help="remove what is proven bad, if it is still there")
+    sub.add_argument(
+        "--repair",
+        action="store_true",
+        help="remove what is proven bad, if it is still there; restore it where another layer has it sound",
+    )
 
 
 def _rm(add: _Adds) -> None:
@@ -132,7 +136,13 @@ def _rm(add: _Adds) -> None:
 
 
 def _gc(add: _Adds) -> None:
-    add("gc", "expire, evict and clean up as the options of the URL say", timeout_s=MAINTENANCE_SWEEP_S)
+    sub = add("gc", "expire, evict and clean up as the options of the URL say", timeout_s=MAINTENANCE_SWEEP_S)
+    sub.add_argument(
+        "--lifecycle",
+        type=_typed(_days, "whole days such as 30d, or off"),
+        metavar="TIME",
+        help="have an S3 server remove objects this long after they were written; off: no longer",
+    )
 
 
 def _grids(add: _Adds) -> None:
@@ -198,6 +208,16 @@ def _page_bytes(text: str) -> int:
     if value < 1:
         raise ValueError(text)
     return value
+
+
+def _days(text: str) -> int:
+    """Whole days, 0 for ``off``."""
+    if text == "off":
+        return 0
+    days, rest = divmod(parse_duration(text), 86_400.0)
+    if rest or days < 1:
+        raise ValueError(text)
+    return int(days)
 
 
 def _starts(text: str) -> tuple[int, ...]:

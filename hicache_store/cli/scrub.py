@@ -132,6 +132,8 @@ class Scrub:
     connector: Connector
     timeout_s: float
     batch_bytes: int = SCRUB_BYTES
+    manifests: Connector | None = None
+    """Where manifests lie, if not beside the objects."""
     tally: Tally = field(default_factory=Tally)
     _memory: bytearray = field(default_factory=bytearray)
     _pools: BoundedDict[str, tuple[Pool | None]] = field(
@@ -167,6 +169,9 @@ class Scrub:
             return Finding(entry.key, Fault.STRAY, entry.size_bytes)
         self.tally.objects += 1
         self.tally.size_bytes += entry.size_bytes
+        return self._job(entry, name)
+
+    def _job(self, entry: Entry, name: ObjectName) -> _Job | Finding:
         pool = self._pool(name.namespace)
         told = None if pool is None else format_in_pool(name, pool)
         if told is not None:
@@ -191,25 +196,54 @@ class Scrub:
     def _pool(self, namespace: str) -> Pool | None:
         known = self._pools.get(namespace)
         if known is None:
-            record = read_manifest(self.connector, namespace, Deadline.after(self.timeout_s)).record
+            place = self.connector if self.manifests is None else self.manifests
+            record = read_manifest(place, namespace, Deadline.after(self.timeout_s)).record
             known = (None if record is None else main_pool(record),)
             self._pools.set(namespace, known)
         return known[0]
 
+    def sound(self, keys: Sequence[str]) -> Iterator[dict[str, memoryview]]:
+        """Those of ``keys`` whose object here is good, with its bytes, run by run: a run is valid until the
+        next one. Objects longer than a batch are passed over, and nothing is tallied."""
+        sizes = self.connector.sizes(keys, Deadline.after(self.timeout_s))
+        run: list[_Job] = []
+        size_bytes = 0
+        for key, size in zip(keys, sizes, strict=True):
+            if size is None or size > self.batch_bytes:
+                continue
+            job = self._job(Entry(key, size, 0.0), ObjectName.parse(key))
+            if isinstance(job, Finding):
+                continue
+            if run and size_bytes + size > self.batch_bytes:
+                yield self._good(run)
+                run, size_bytes = [], 0
+            run.append(job)
+            size_bytes += size
+        if run:
+            yield self._good(run)
+
+    def _good(self, run: Sequence[_Job]) -> dict[str, memoryview]:
+        return {job.entry.key: view for job, view, outcome in self._read(run) if outcome.status is Status.OK}
+
     def _read_batch(self, batch: Sequence[_Job]) -> Iterator[Finding]:
-        if not batch:
-            return
+        yield from self._settle([(job, outcome) for job, _, outcome in self._read(batch)])
+
+    def _read(self, batch: Sequence[_Job]) -> list[tuple[_Job, memoryview, Outcome]]:
+        """Read and judge objects that fit together."""
         needed = sum(job.entry.size_bytes for job in batch)
         if len(self._memory) < needed:
             self._memory = bytearray(needed)
         memory, at = memoryview(self._memory), 0
-        reads: list[Read] = []
+        views: list[memoryview] = []
         for job in batch:
-            size = job.entry.size_bytes
-            reads.append(Read(job.entry.key, size, _Judge(job, memory[at : at + size])))
-            at += size
-        outcomes = self.connector.read_into(reads, Deadline.after(self.timeout_s))
-        yield from self._settle(list(zip(batch, outcomes, strict=True)))
+            views.append(memory[at : at + job.entry.size_bytes])
+            at += job.entry.size_bytes
+        reads = [
+            Read(job.entry.key, job.entry.size_bytes, _Judge(job, view))
+            for job, view in zip(batch, views, strict=True)
+        ]
+        outcomes = self.connector.read_into(reads, Deadline.after(self.timeout_s)) if reads else []
+        return list(zip(batch, views, outcomes, strict=True))
 
     def _settle(self, outcomes: Sequence[tuple[_Job, Outcome]]) -> Iterator[Finding]:
         for job, outcome in outcomes:

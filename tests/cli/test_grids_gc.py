@@ -132,7 +132,3 @@ def test_gc_that_cannot_finish_is_code_1(root, capsys, monkeypatch):
 def test_gc_of_storage_that_hangs_is_an_error(root, capsys):
     _, err = run_text(capsys, "gc", f"{root.url}?quota=1GiB", "--timeout", "0", code=2)
     assert "did not end in time" in err
-
-
-def test_gc_of_storage_without_upkeep(capsys):
-    assert run_json(capsys, "gc", "memory://nothing") == {"url": "memory://nothing", "swept": False}

@@ -78,10 +78,10 @@ def test_every_kind_of_fault_is_told_and_only_proven_ones_go(place, capsys):
     assert place.stored() >= set(expected)
     text, _ = run_text(capsys, "verify", place.url, code=1)
     assert all(key in text for key in expected)
-    found = run_json(capsys, "verify", place.url, "--delete", code=1)
+    found = run_json(capsys, "verify", place.url, "--repair", code=1)
     assert found["removed"] == 5
     gone = {flipped, cut, longer, zero, foreign}
-    assert {one["key"] for one in found["faults"] if one["removal"] == "ok"} == gone
+    assert {one["key"] for one in found["faults"] if one["repair"] == "removed"} == gone
     assert place.stored() & set(expected) == set(expected) - gone
     assert faults_of(run_json(capsys, "verify", place.url, code=1)) == {
         key: fault for key, fault in expected.items() if key not in gone
@@ -222,14 +222,14 @@ def test_a_bad_object_replaced_before_its_removal_stays(place, capsys, monkeypat
         return self.delete(keys, deadline, versions)
 
     monkeypatch.setattr(kind, "delete", racing)
-    found = run_json(capsys, "verify", place.url, "--delete", code=1)
-    assert [(one["key"], one["removal"]) for one in found["faults"]] == [(bad, "conflict")]
+    found = run_json(capsys, "verify", place.url, "--repair", code=1)
+    assert [(one["key"], one["repair"]) for one in found["faults"]] == [(bad, "changed since")]
     assert bytes(place.read(bad)) == sound
 
 
 def test_storage_that_does_not_answer_in_time_is_unreadable_not_bad(place, capsys):
     place.add_namespace(pages=2)
-    found = run_json(capsys, "verify", place.url, "--delete", "--timeout", "0", code=1)
+    found = run_json(capsys, "verify", place.url, "--repair", "--timeout", "0", code=1)
     assert set(faults_of(found).values()) <= {"unreadable", "damaged_record"}
     assert (found["removed"], found["unreadable"]) == (0, 4)
     assert run_json(capsys, "verify", place.url)["good"] == 4
