@@ -199,6 +199,9 @@ PLAN_CACHE_MAX: Final = 4096
 HINTS_MAX: Final = 65_536
 """Pages whose last seen objects are remembered between a look-up and the restore that follows."""
 
+RECENT_GAPS_MAX: Final = 4096
+"""Prefixes whose end is remembered for callers that ask again at once: requests that wait at a time."""
+
 MAINTENANCE_FIRST_S: Final = 10.0
 """Delay of the first background sweep, so that it does not meet the start of the engine."""
 

@@ -14,6 +14,7 @@ from hicache_store.metrics import Metrics
 from hicache_store.store.binding import Binding
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.grids import GridDirectory
+from hicache_store.store.recent import RecentLookups
 from hicache_store.store.reports import EndReason, end_reason
 from hicache_store.store.staging import StagingPool
 
@@ -39,6 +40,8 @@ class StoreContext:
     verify: bool
     bad: BoundedDict[str, BadObject] = field(default_factory=lambda: BoundedDict(BAD_KEYS_MAX))
     """Keys whose object counts as absent although it is there."""
+    recent: RecentLookups = field(default_factory=RecentLookups)
+    """Look-ups that a caller may be answered from again."""
 
     def learn_grids(self, binding: Binding) -> bool:
         """Hand the directory's grids to a binding; whether it can now look at more objects."""
@@ -50,6 +53,7 @@ class StoreContext:
         An object of a later format version is never removed, only remembered. One of the wrong
         length needs neither: its length alone keeps it from being taken for present.
         """
+        self.recent.forget({key.rsplit("/", 2)[-2] for key, _ in failed})
         doomed: list[tuple[str, Outcome]] = []
         for key, outcome in failed:
             if outcome.status is Status.ABSENT:
@@ -83,6 +87,8 @@ class StoreContext:
         A chain that was touched within a minute, alone or as part of a longer one, is left out, unless
         it has just grown: all of it or nothing, because a page must never look older than one behind it.
         """
+        if has_grown:
+            self.recent.forget_gaps()
         if self.connector.capabilities.is_read_only or not hashes:
             return
         now = self.clock.monotonic()

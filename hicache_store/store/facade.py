@@ -120,12 +120,22 @@ class Store:
         return self._context.connector
 
     def contains(
-        self, hashes: Sequence[str], *, pool: str = "kv", timeout_s: float | None = None
+        self,
+        hashes: Sequence[str],
+        *,
+        pool: str = "kv",
+        timeout_s: float | None = None,
+        max_age_s: float = 0.0,
     ) -> LookupReport:
-        """How many leading pages of a chain are stored for this rank. A hint, not a promise."""
+        """How many leading pages of a chain are stored for this rank. A hint, not a promise.
+
+        A caller that asks again and again while a request waits gives ``max_age_s``: what this handle
+        found so recently is not asked for again. A page that a restore missed since is, and so is the end
+        of a prefix once this handle has stored anything.
+        """
         binding = self._binding(pool)
         _check_hashes(hashes)
-        return contains(self._context, binding, hashes, self._deadline(timeout_s))
+        return contains(self._context, binding, hashes, self._deadline(timeout_s), max_age_s)
 
     def backup(
         self,

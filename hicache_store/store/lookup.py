@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from hicache_store.clock import Deadline
@@ -147,9 +148,34 @@ def leading(
 
 
 def contains(
+    context: StoreContext,
+    binding: Binding,
+    hashes: Sequence[str],
+    deadline: Deadline,
+    max_age_s: float = 0.0,
+) -> LookupReport:
+    """How many leading pages are stored for this rank's box, under whatever grids.
+
+    With ``max_age_s`` what was found so recently is not asked for again.
+    """
+    if max_age_s <= 0.0:
+        return _contains(context, binding, hashes, deadline)
+    pool, now = binding.pool.name, context.clock.monotonic()
+    known, has_ended = context.recent.known(pool, hashes, now - max_age_s)
+    if has_ended or known == len(hashes):
+        context.metrics.add_many({"contains.pages": len(hashes), "contains.hits": known})
+        return LookupReport(known, PrefixEnd(known, EndReason.ABSENT) if has_ended else None)
+    report = _contains(context, binding, hashes[known:], deadline)
+    context.metrics.add_many({"contains.pages": known, "contains.hits": known})
+    if report.end is None or report.end.reason is EndReason.ABSENT:
+        context.recent.remember(pool, hashes[known:], report.pages, now)
+    end = None if report.end is None else replace(report.end, page=report.end.page + known)
+    return LookupReport(known + report.pages, end)
+
+
+def _contains(
     context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline
 ) -> LookupReport:
-    """How many leading pages are stored for this rank's box, under whatever grids."""
     context.learn_grids(binding)
     faults: Faults = {}
     masks = leading(context, binding, hashes, deadline, faults)
@@ -162,7 +188,8 @@ def contains(
     if pages == len(hashes):
         return LookupReport(pages, None)
     unknown = EndReason.TIMED_OUT if deadline.is_past else EndReason.ABSENT
-    return LookupReport(pages, PrefixEnd(pages, *faults.get(hashes[pages], (unknown, ""))))
+    end = PrefixEnd(pages, *faults.get(hashes[pages], (unknown, "")))
+    return LookupReport(pages, end)
 
 
 def _leading(binding: Binding, masks: Sequence[int]) -> int:
