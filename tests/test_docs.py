@@ -68,3 +68,25 @@ def test_example_files_run(path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_compose_gives_what_the_docs_and_the_workflow_use() -> None:
+    """Keys, bucket and ports are written in three places; they must be the same."""
+    compose = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    tools = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+
+    def value(name: str, text: str) -> set[str]:
+        return set(re.findall(rf"\b{name}[:=] *(\S+)", text))
+
+    for name, kin in (("ROOT_USER", "ACCESS_KEY_ID"), ("ROOT_PASSWORD", "SECRET_ACCESS_KEY")):
+        keys = value(f"MINIO_{name}", compose)
+        assert len(keys) == 1
+        assert value(f"AWS_{kin}", tools) == value(f"AWS_{kin}", workflow) == keys
+    assert value("HICACHE_TEST_S3_ACCESS_KEY", workflow) == value("MINIO_ROOT_USER", compose)
+    assert value("HICACHE_TEST_S3_SECRET_KEY", workflow) == value("MINIO_ROOT_PASSWORD", compose)
+    assert value("HICACHE_TEST_S3_BUCKET", workflow) == set(re.findall(r"mb .* local/(\S+)", compose))
+    ports = re.findall(r"127\.0\.0\.1:(\d+):\1", compose)
+    assert {"9000", "6379"} <= set(ports)
+    for text in (tools, workflow):
+        assert set(re.findall(r"127\.0\.0\.1:(\d+)", text)) == {"9000", "6379"}

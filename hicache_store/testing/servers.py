@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,22 @@ class S3Endpoint:
     def make_bucket(self, bucket: str) -> None:
         """Create a bucket."""
         self.client().create_bucket(Bucket=bucket)
+
+
+def given_s3() -> tuple[S3Endpoint, str] | None:
+    """A server of the user's own and the bucket of it to test in; ``None`` where none is given.
+
+    By HICACHE_TEST_S3_ENDPOINT, _BUCKET, _ACCESS_KEY, _SECRET_KEY, and maybe _REGION. Tests leave what they
+    write below prefixes of 32 random hex digits.
+    """
+    url = os.environ.get("HICACHE_TEST_S3_ENDPOINT")
+    if url is None:
+        return None
+    bucket, access, secret = (
+        os.environ[f"HICACHE_TEST_S3_{name}"] for name in ("BUCKET", "ACCESS_KEY", "SECRET_KEY")
+    )
+    region = os.environ.get("HICACHE_TEST_S3_REGION", REGION)
+    return S3Endpoint("given", url, access, secret, region), bucket
 
 
 def _answers(endpoint: S3Endpoint) -> bool:

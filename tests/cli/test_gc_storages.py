@@ -14,7 +14,7 @@ from cli_place import StorePlace, run_json, run_text
 from hicache_store.connectors.registry import open_connector
 from hicache_store.testing.redis_servers import RedisServer, redis_server
 from hicache_store.testing.s3_server import S3Server, error_reply
-from hicache_store.testing.servers import S3Endpoint
+from hicache_store.testing.servers import S3Endpoint, given_s3
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 # -- S3: a rule of the bucket ------------------------------------------------------------------
 
 
-def rules_of(endpoint: S3Endpoint, bucket: str) -> dict[str, int]:
-    """Days by prefix of the rules in force."""
+def rules_of(endpoint: S3Endpoint, bucket: str, prefix: str) -> dict[str, int]:
+    """Days by prefix of the rules in force below ``prefix``."""
     client: Any = endpoint.client()
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
@@ -37,35 +37,46 @@ def rules_of(endpoint: S3Endpoint, bucket: str) -> dict[str, int]:
         if error.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
             raise
         return {}
-    assert all(rule["Status"] == "Enabled" for rule in rules)
-    return {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in rules}
+    mine = [rule for rule in rules if rule["Filter"].get("Prefix", "").startswith(prefix)]
+    assert all(rule["Status"] == "Enabled" for rule in mine)
+    return {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in mine}
 
 
-@pytest.mark.parametrize("server", ["moto", "seaweedfs"])
+def place_on(server: str, request: pytest.FixtureRequest) -> tuple[S3Endpoint, str]:
+    if server == "given":
+        given = given_s3()
+        assert given is not None
+        return given
+    endpoint: S3Endpoint = request.getfixturevalue(f"{server}_endpoint")
+    bucket = f"gc-{uuid.uuid4().hex[:12]}"
+    endpoint.make_bucket(bucket)
+    return endpoint, bucket
+
+
+@pytest.mark.parametrize("server", ["moto", "seaweedfs", *(["given"] if given_s3() else [])])
 def test_a_rule_covers_objects_and_never_metadata(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    endpoint: S3Endpoint = request.getfixturevalue(f"{server}_endpoint")
+    endpoint, bucket = place_on(server, request)
     for name, value in endpoint.environment.items():
         monkeypatch.setenv(name, value)
-    bucket = f"gc-{uuid.uuid4().hex[:12]}"
-    endpoint.make_bucket(bucket)
-    connector = open_connector(f"s3://{bucket}/team/kv")
+    team = uuid.uuid4().hex
+    url = f"s3://{bucket}/{team}/kv"
+    connector = open_connector(url)
     StorePlace("", connector).add_namespace(pages=1)
-    url = f"s3://{bucket}/team/kv"
     assert run_json(capsys, "gc", url, "--lifecycle", "30d") == {"url": url, "lifecycle_days": 30}
-    assert rules_of(endpoint, bucket) == {"team/kv/v1/": 30}
+    assert rules_of(endpoint, bucket, team) == {f"{team}/kv/v1/": 30}
     text, _ = run_text(capsys, "gc", url, "--lifecycle", "48h")
     assert f"{url}: the server removes objects 2 days after they were written" in text
-    (prefix,) = (rules := rules_of(endpoint, bucket))
-    assert rules == {"team/kv/v1/": 2}
-    keys = [row["Key"] for row in endpoint.client().list_objects_v2(Bucket=bucket)["Contents"]]
+    (prefix,) = (rules := rules_of(endpoint, bucket, team))
+    assert rules == {f"{team}/kv/v1/": 2}
+    keys = [row["Key"] for row in endpoint.client().list_objects_v2(Bucket=bucket, Prefix=team)["Contents"]]
     covered = {key for key in keys if key.startswith(prefix)}
-    assert covered == {f"team/kv/{entry.key}" for entry in connector.scan("v1/")}
+    assert covered == {f"{team}/kv/{entry.key}" for entry in connector.scan("v1/")}
     assert len(covered) == 2
     assert {key.rpartition("/")[2][:4] for key in set(keys) - covered} >= {"mani", "grid"}
     assert run_json(capsys, "gc", url, "--lifecycle", "off") == {"url": url, "lifecycle_days": None}
-    assert rules_of(endpoint, bucket) == {}
+    assert rules_of(endpoint, bucket, team) == {}
     connector.close()
 
 

@@ -14,6 +14,7 @@ from hicache_store.clock import Deadline
 from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.parallel import Rank
+from hicache_store.testing.servers import given_s3
 
 STORAGES = (
     "memory",
@@ -28,6 +29,7 @@ STORAGES = (
     "redis_cluster",
     "layered_files_before_redis",
     "layered_memory_before_s3",
+    *(["given"] if given_s3() else []),
 )
 PAIRS = (("tp4pp2", "tp2pp1"), ("tp1pp1", "tp4pp2"), ("tp8pp1", "tp1pp2"))
 PAGES = 3
@@ -90,6 +92,13 @@ def url_of(storage: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
             return s3_url(request, "moto_endpoint", client)
         case "seaweedfs" | "juicefs":
             return s3_url(request, f"{storage}_endpoint")
+        case "given":
+            given = given_s3()
+            assert given is not None
+            endpoint, bucket = given
+            for name, value in endpoint.environment.items():
+                request.getfixturevalue("monkeypatch").setenv(name, value)
+            return f"s3://{bucket}/{uuid.uuid4().hex}"
         case "redis":
             return f"redis://{request.getfixturevalue('redis_single').address}/0?prefix={unique}"
         case "redis_unix":
