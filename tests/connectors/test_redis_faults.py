@@ -351,7 +351,8 @@ def test_an_object_that_changes_between_the_parts_of_a_read() -> None:
 
 
 @pytest.mark.parametrize("gone_at", ["begin", "middle"])
-def test_an_object_that_is_evicted_between_the_parts_of_a_read(gone_at: str) -> None:
+def test_d08_d14_an_object_that_is_evicted_between_the_parts_of_a_read(gone_at: str) -> None:
+    """One key an object, whole or not at all: no part outlives another, and half a read is a miss."""
     seen: list[bytes] = []
 
     def answer(words: Sequence[bytes]) -> bytes:
@@ -700,7 +701,7 @@ def test_two_writers_race_and_one_wins(
             assert variant_of(name, fetch(handle, name, size)[1].delivered()) == 1
 
 
-def test_objects_of_a_mebibyte_pass_without_copies(handle: RedisConnector) -> None:
+def test_c19_objects_of_a_mebibyte_pass_without_copies(handle: RedisConnector) -> None:
     """32 MiB each way need no memory to speak of: bytes go straight from and into place."""
     import tracemalloc  # noqa: PLC0415
 

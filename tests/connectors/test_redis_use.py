@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
 import pytest
@@ -14,7 +14,7 @@ from hicache_store.limits import MIB, REDIS_LOOKUP_ITEMS
 from hicache_store.testing.contract_base import assert_holds, fetch, page_key, soon, store
 from hicache_store.testing.probes import ProbeTarget, content, read_of, write_of
 from hicache_store.testing.redis_servers import RedisServer
-from tests.connectors.redis_rig import Proxy, opened, wait_until
+from tests.connectors.redis_rig import LyingServer, Proxy, bulk, opened, wait_until
 
 
 @pytest.fixture
@@ -147,6 +147,21 @@ def test_d21_what_is_there_is_not_sent_again(proxy: Proxy, prefix: str) -> None:
         proxy.forget_counts()
         assert all(one.status is Status.EXISTS for one in connector.write_from(writes, soon()))
         assert proxy.request_bytes < 10_000
+
+
+def test_d14_removing_large_values_holds_up_nobody() -> None:
+    """UNLINK frees their memory beside the commands of others; DEL would stand before those."""
+
+    def answer(words: Sequence[bytes]) -> bytes:
+        return bulk(bytes(116)) if words[0] == b"GET" else b"+OK\r\n" if words[0] == b"WATCH" else b":1\r\n"
+
+    with LyingServer(answer) as server, opened(server.url) as connector:
+        keys = [page_key(f"removed {index}") for index in range(5)]
+        assert all(one.is_ok for one in connector.delete(keys, soon()))
+        connector.delete(keys[:1], soon(), ["00" * 16])
+        sent = {words[0].upper() for words in server.commands}
+        assert b"UNLINK" in sent
+        assert b"DEL" not in sent
 
 
 # -- lifetimes -----------------------------------------------------------------------------
