@@ -5,17 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Final
 
 from hicache_store.cli.doctor_checks import Examination, Finding, way_out_of
-from hicache_store.cli.masking import masked
+from hicache_store.cli.masking import is_secret, masked
 from hicache_store.cli.opening import layer_urls, opened, warnings_heard
 from hicache_store.cli.output import Output, printable, size_text
 from hicache_store.config import StoreUrl, parse_url
-from hicache_store.connectors.base import Capabilities
+from hicache_store.connectors.base import Capabilities, Connector
 from hicache_store.connectors.registry import known_schemes
-from hicache_store.connectors.wrapping import split_options
+from hicache_store.connectors.wrapping import split_options, unwrapped
 from hicache_store.errors import ConfigurationError, HicacheError
 
 _MARKS: Final = {"ok": "ok", "note": "note", "warning": "WARN", "fault": "FAULT"}
@@ -43,6 +43,7 @@ def examine(url: str, timeout_s: float) -> Iterator[Finding]:
             with warnings_heard() as heard:
                 connector = stack.enter_context(opened(url, changes=True))
             yield from _settings(parsed, connector.capabilities)
+            yield from _resolved(connector)
             # Layers are looked at one by one: metadata, which an examination writes, only lies in the slow
             # one, and each warns of itself.
             layers = layer_urls(parsed)
@@ -74,3 +75,17 @@ def _settings(parsed: StoreUrl, has: Capabilities) -> Iterator[Finding]:
         "evicts a chain's tail first" if has.orders_eviction else "evicts in the storage's own order",
     ]
     yield Finding("capabilities", "note", "; ".join(words))
+
+
+def _resolved(connector: Connector) -> Iterator[Finding]:
+    """The options in force, defaults among them, of a connector that shows its settings."""
+    settings = getattr(unwrapped(connector), "settings", None)
+    if not is_dataclass(settings):
+        return
+    names = [one.name for one in fields(settings) if not is_secret(one.name)]
+    values = [(name.replace("_", " "), getattr(settings, name)) for name in names]
+    text = ", ".join(f"{name} {value}" for name, value in values if value not in (None, ""))
+    left = [name for name, value in values if value is None]
+    if left:
+        text += f"; left to the environment: {', '.join(left)}"
+    yield Finding("resolved", "note", text)

@@ -26,9 +26,14 @@ def masked(url: str) -> str:
     return f"{parts.scheme}:{slashes}{shown}"
 
 
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds what nobody should see; the name of a variable is none."""
+    return any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith("_env")
+
+
 def _masked_option(pair: str) -> str:
     name, equals, value = pair.partition("=")
-    if any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith("_env"):
+    if is_secret(name):
         return f"{name}{equals}{_MASK}"
     if "%3a" in value.lower() or ":" in value:
         return f"{name}{equals}{quote(masked(unquote(value)), safe='/:@?=*')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from urllib.parse import quote
 import pytest
 from cli_place import StorePlace, run_json, run_text
 
+from hicache_store.connectors import memory
 from hicache_store.connectors.registry import open_connector
 from hicache_store.testing.redis_servers import RedisServer, redis_server
 from hicache_store.testing.s3_server import S3Server, error_reply
@@ -183,12 +185,35 @@ def test_doctor_and_gc_tell_what_a_server_warns_of(capsys) -> None:
         assert names == ["slow: attach"]
 
 
+def test_doctor_tells_what_the_settings_resolve_to(scripted: S3Server, capsys) -> None:
+    url = f"s3://bucket/kv?endpoint={scripted.endpoint}&concurrency=7"
+    found = {one["name"]: one["text"] for one in run_json(capsys, "doctor", url)["findings"]}
+    assert (
+        f"bucket bucket, prefix kv/, endpoint {scripted.endpoint}, addressing auto, client obstore"
+        in (found["resolved"])
+    )
+    assert "concurrency 7" in found["resolved"]
+    assert found["resolved"].endswith("left to the environment: region, profile, ca file")
+
+
+def test_doctor_shows_no_secret_of_anybody(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector of another distribution may have settings of any kind."""
+
+    @dataclass
+    class Settings:
+        place: str = "somewhere"
+        access_token: str = "hunter2"
+
+    monkeypatch.setattr(memory.MemoryConnector, "settings", Settings(), raising=False)
+    found = run_json(capsys, "doctor", "memory:")
+    assert {"name": "resolved", "grade": "note", "text": "place somewhere", "way_out": ""} in found[
+        "findings"
+    ]
+    assert "hunter2" not in str(found)
+
+
 def test_storage_of_others_is_named(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector of another distribution, under its own scheme."""
-    from dataclasses import replace  # noqa: PLC0415
-
-    from hicache_store.connectors import memory  # noqa: PLC0415
-
     capabilities = replace(memory.MemoryConnector().capabilities, scheme="nfs")
     monkeypatch.setattr(memory.MemoryConnector, "capabilities", capabilities)
     assert run_json(capsys, "gc", "memory:")["upkeep"] == (

@@ -5,12 +5,14 @@ import os
 import pty
 
 import pytest
-from cli_place import GRID, PAGE_SIZE, page_hash, run_json, run_text, soon
+from cli_place import GRID, PAGE_SIZE, StorePlace, page_hash, run_json, run_text, soon
 
 from hicache_store.cli.main import main
 from hicache_store.connectors.base import META_PREFIX, Touch
+from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.names import manifest_key, marker_key
 from hicache_store.layout.records import first_slot
+from hicache_store.testing.s3_server import Reply, Request, S3Server
 
 
 def aged(place, keys, seconds):
@@ -176,3 +178,40 @@ def test_nothing_to_remove(place, capsys):
     place.add_namespace()
     text, _ = run_text(capsys, "rm", place.url, "--older-than", "7d", "--yes")
     assert text == "nothing to remove\n"
+
+
+def test_e09_what_was_not_removed_is_told_and_is_no_success(capsys, monkeypatch):
+    """A server that refuses three deletions of a hundred, inside an answer that says 200: the three are
+    counted, manifest and markers stay with them, another namespace is not touched, and the code is 1."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with S3Server() as server:
+        url = f"s3://bucket/kv?endpoint={server.endpoint}"
+        connector = open_connector(url)
+        place = StorePlace(url, connector)
+        other = place.add_namespace("b", pages=1)
+        made = place.add_namespace("a", pages=50)
+        chosen = sorted(f"kv/{key}" for key in place.keys if made.digest in key)
+        stuck = chosen[::40]
+
+        def refuse(request: Request) -> Reply | None:
+            if request.operation != "BULK":
+                return None
+            for key in set(chosen) - set(stuck):
+                server.objects.pop(key, None)
+            rows = "".join(f"<Error><Key>{key}</Key><Code>AccessDenied</Code></Error>" for key in stuck)
+            body = f'<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{rows}</DeleteResult>'
+            return Reply(200, body.encode(), {"content-type": "application/xml"})
+
+        server.plan = refuse
+        found = run_json(capsys, "rm", url, "--namespace", made.digest, "--yes", code=1)
+        assert found["removed"] == {"objects": 97, "bytes": found["removed"]["bytes"], "records": 0}
+        assert found["kept"]["failed"] + found["kept"].get("refused", 0) == 3
+        left = {entry.key for entry in connector.scan()}
+        assert {f"kv/{key}" for key in left if made.digest in key and key.startswith("v1/")} == set(stuck)
+        assert len([key for key in left if key.startswith(f"meta/v1/{made.digest}/")]) == 2
+        assert len([key for key in left if other.digest in key]) == 4
+        server.plan = None
+        found = run_json(capsys, "rm", url, "--namespace", made.digest, "--yes")
+        assert (found["removed"]["objects"], found["removed"]["records"], found["kept"]) == (3, 2, {})
+        connector.close()

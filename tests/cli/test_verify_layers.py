@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from cli_place import GRID, StorePlace, page_hash, run_json, run_text, soon
+from cli_place import GRID, MODEL, StorePlace, page_hash, run_json, run_text, sealed, soon
 
 from hicache_store.cli.repair import Repair, Repairer
 from hicache_store.cli.scrub import Fault, Finding, Scrub
@@ -96,8 +96,6 @@ def test_one_layer_repairs_the_other(layers: Layers, capsys) -> None:
 
 def test_a_fast_layer_without_manifests_is_judged_by_those_of_the_slow_one(layers: Layers, capsys) -> None:
     """An object that is sound in itself, but not of the namespace's page size."""
-    from cli_place import MODEL, sealed  # noqa: PLC0415
-
     wide = MODEL.pool(32)
     key = layers.keys[0]
     box = GRID.chunks(16)[0]
