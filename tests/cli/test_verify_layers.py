@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -15,11 +16,14 @@ from hicache_store.config import parse_url
 from hicache_store.connectors import local, memory
 from hicache_store.connectors.base import BufferSource, Connector, Write
 from hicache_store.connectors.memory import MemoryConnector
+from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.box import Box
 from hicache_store.layout.names import marker_key
 from hicache_store.layout.records import first_slot
 from hicache_store.testing.fault_plans import Fail, Plan, TimeOut, on_keys
 from hicache_store.testing.faults import FaultyConnector
+from hicache_store.testing.redis_servers import RedisServer
+from hicache_store.testing.servers import S3Endpoint
 
 
 class Layers:
@@ -218,3 +222,39 @@ def test_findings_keep_their_order_and_only_proven_ones_are_touched() -> None:
     repairer = Repairer(place.connector, [], 60.0)
     assert list(repairer.settle(iter(findings))) == [(one, None) for one in findings]
     assert place.stored() == {"v1/notes"}
+
+
+def test_redis_before_s3(
+    redis_single: RedisServer, seaweedfs_endpoint: S3Endpoint, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """On servers as people run them, damaged behind the store's back."""
+    for name, value in seaweedfs_endpoint.environment.items():
+        monkeypatch.setenv(name, value)
+    unique = uuid.uuid4().hex[:12]
+    bucket = f"verify-{unique}"
+    seaweedfs_endpoint.make_bucket(bucket)
+    urls = (f"redis://{redis_single.address}/0?prefix={unique}:", f"s3://{bucket}/kv")
+    fast, slow = (StorePlace(url, open_connector(url)) for url in urls)
+    slow.add_namespace(pages=2)
+    sound = {key: bytes(slow.read(key)) for key in slow.keys}
+    for key, data in sound.items():
+        fast.write(key, data)
+    in_fast, in_slow, in_both, _ = slow.keys
+    for key in (in_fast, in_both):
+        redis_single.ask("SETRANGE", f"{unique}:{key}", 7, "damage")
+    for key in (in_slow, in_both):
+        seaweedfs_endpoint.client().put_object(Bucket=bucket, Key=f"kv/{key}", Body=b"x" * len(sound[key]))
+    url = "layered:?fast={}&slow={}".format(*(quote(one, safe="") for one in urls))
+    found = run_json(capsys, "verify", url, "--repair", code=1)
+    assert repairs_of(found) == {
+        ("fast", in_fast): "restored",
+        ("fast", in_both): "removed",
+        ("slow", in_slow): "restored",
+        ("slow", in_both): "removed",
+    }
+    del sound[in_both]
+    for place in (fast, slow):
+        left = {key for key in place.stored() if not key.startswith("meta/")}
+        assert {key: bytes(place.read(key)) for key in left} == sound
+        place.connector.close()
+    assert run_json(capsys, "verify", url)["good"] == 6
