@@ -64,6 +64,7 @@ class _Breaker:
         self._cool_s = BREAKER_COOL_S
         self._open_until: float | None = None
         self._reason = ""
+        self._is_closed = False
         self._next_log = clock.monotonic()
         self._is_probing = False
         self._calls_in_a_row = 0
@@ -126,7 +127,7 @@ class _Breaker:
             answers = sum(map(is_answer, results))
             reason = next(filter(is_fault, results), TIMED_OUT)
         with self._lock:
-            if self._open_until is not None or not self._is_too_much(faults, answers):
+            if self._is_closed or self._open_until is not None or not self._is_too_much(faults, answers):
                 return
             now = self._clock.monotonic()
             self._open_until = now + self._cool_s
@@ -156,7 +157,8 @@ class _Breaker:
         return is_telling and all_faults >= BREAKER_FAULT_SHARE * (all_faults + all_answers)
 
     def close(self) -> None:
-        """Nobody waits here."""
+        """Judge nothing any more: what closing ends says nothing of the storage."""
+        self._is_closed = True
 
 
 def _reason_of(outcome: Outcome) -> str:

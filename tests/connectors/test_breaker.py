@@ -236,6 +236,23 @@ def test_a_probe_that_raises_leaves_it_open_for_the_next(rig: Rig) -> None:
     assert rig.touch() == [OK]
 
 
+def test_calls_that_closing_ends_say_nothing_of_the_storage(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.inner.answer = TIMED_OUT
+    for _ in range(BREAKER_CALLS - 1):
+        rig.touch()
+
+    def close_meanwhile(touches: Sequence[Touch], _: Deadline) -> list[Outcome]:
+        rig.connector.close()
+        return [TIMED_OUT] * len(touches)
+
+    rig.inner.touch = close_meanwhile  # type: ignore[method-assign]
+    assert rig.touch() == [TIMED_OUT]
+    assert rig.connector.metrics.get("breaker.opened") == 0
+    assert caplog.records == []
+
+
 def test_a_closed_handle_says_so_even_while_the_breaker_is_open(rig: Rig) -> None:
     rig.open()
     rig.connector.close()
