@@ -123,6 +123,8 @@ def _set_lifecycle(
         )
     for layer, connector in able:
         place = masked(layer.url)
+        if layer.connector.capabilities.is_read_only:
+            raise ConfigurationError(f"{place} can only be read; use a handle and an account that may write")
         try:
             connector.set_expiry(days or None, Deadline.after(timeout_s))
         except HicacheError as error:

@@ -95,6 +95,13 @@ def test_a_server_without_rules_says_so(scripted: S3Server, capsys) -> None:
     assert scripted.lifecycle == b""
 
 
+def test_a_handle_that_only_reads_sets_no_rule(scripted: S3Server, capsys) -> None:
+    url = f"s3://bucket/kv?endpoint={scripted.endpoint}&readonly=1"
+    _, err = run_text(capsys, "gc", url, "--lifecycle", "7d", code=2)
+    assert "can only be read" in err
+    assert scripted.lifecycle == b""
+
+
 def test_s3_without_the_option_is_not_changed(scripted: S3Server, capsys) -> None:
     text, _ = run_text(capsys, "gc", f"s3://bucket/kv?endpoint={scripted.endpoint}")
     assert "only by a lifecycle rule of their bucket; --lifecycle 30d sets one" in text
