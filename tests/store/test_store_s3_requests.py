@@ -12,7 +12,8 @@ from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.parallel import Rank
 from hicache_store.limits import LOOKUP_FIRST_PAGES
-from hicache_store.testing.s3_server import S3Server, error_reply, on_operations
+from hicache_store.store import EndReason
+from hicache_store.testing.s3_server import Reply, S3Server, error_reply, etag, on_operations
 
 POOL = tiny(2, 2, 1, "int8").pool(1)
 
@@ -43,7 +44,7 @@ class S3Place:
         return open_connector(self.url)
 
 
-def test_attaching_and_announcing_cost_few_requests(server: S3Server) -> None:
+def test_c18_d15_attaching_and_announcing_cost_few_requests(server: S3Server) -> None:
     """Markers are found by one list below their own prefix: 64 slots are not 64 requests."""
     place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
     for number, spec in enumerate(("tp1pp1", "tp1pp2", "tp2pp1")):
@@ -51,6 +52,8 @@ def test_attaching_and_announcing_cost_few_requests(server: S3Server) -> None:
         rig = attach_rank(place, POOL, spec, Rank())
         counts = server.counts()
         assert counts["LIST"] == 1
+        (listed,) = [request for request in server.requests if request.operation == "LIST"]
+        assert listed.query["prefix"] == f"kv/meta/v1/{rig.store._context.namespace}/grid-"
         # The manifest, and the markers that are there.
         assert counts["GET"] <= 2 + number
         assert counts.total() <= 10 + number
@@ -102,3 +105,25 @@ def test_a_list_behind_the_times_announces_nothing_twice(server: S3Server) -> No
         after = {key for key in server.objects if "/grid-" in key}
         assert len(after) == len(before) + new
         assert before <= after
+
+
+def test_the_wrong_object_of_the_right_length_is_a_miss_and_harms_nothing(server: S3Server) -> None:
+    """A cache on the way serves page 1 for page 0: told by its sums, never placed, never deleted."""
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    hashes = chain(3)
+    with attach_rank(place, POOL, "tp1pp1", Rank(), pages=3) as rig:
+        rig.fill(range(3))
+        assert rig.backup(hashes).objects == 3
+        keys = [key for page in hashes for key in server.objects if f"/{page}/" in key]
+        stolen = server.objects[keys[1]]
+        reply = Reply(200, stolen, {"etag": etag(stolen), "last-modified": "Mon, 02 Feb 2026 00:00:00 GMT"})
+        server.plan = on_operations(reply, "GET", key=hashes[0])
+        report = rig.restore(hashes)
+        assert report.pages == 0
+        assert report.end is not None
+        assert report.end.reason in (EndReason.FOREIGN, EndReason.CORRUPT)
+        assert rig.store.metrics.get(f"object.{report.end.reason.value}") >= 1
+        server.plan = None
+        assert set(keys) <= set(server.objects)
+        assert rig.restore(hashes).pages == 3
+        rig.assert_holds(range(3))
