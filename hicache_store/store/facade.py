@@ -23,7 +23,7 @@ from hicache_store.store.backup import backup
 from hicache_store.store.binding import Binding, FixedGrid, PoolBuffers, bind
 from hicache_store.store.context import StoreContext
 from hicache_store.store.grids import GridDirectory
-from hicache_store.store.lookup import contains
+from hicache_store.store.lookup import contains, stored
 from hicache_store.store.reports import BackupReport, LookupReport, RestoreReport
 from hicache_store.store.restore import restore
 from hicache_store.store.staging import StagingPool
@@ -136,6 +136,17 @@ class Store:
         binding = self._binding(pool)
         _check_hashes(hashes)
         return contains(self._context, binding, hashes, self._deadline(timeout_s), max_age_s)
+
+    def stored(
+        self, hashes: Sequence[str], *, pool: str = "kv", timeout_s: float | None = None
+    ) -> tuple[bool, ...]:
+        """For each page whether it is stored for this rank, holes included.
+
+        For pools of which a prefix needs only its last pages. A hint, as :meth:`contains` is.
+        """
+        binding = self._binding(pool)
+        _check_hashes(hashes)
+        return stored(self._context, binding, hashes, self._deadline(timeout_s))
 
     def backup(
         self,

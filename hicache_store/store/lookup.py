@@ -192,6 +192,19 @@ def _contains(
     return LookupReport(pages, end)
 
 
+def stored(
+    context: StoreContext, binding: Binding, hashes: Sequence[str], deadline: Deadline
+) -> tuple[bool, ...]:
+    """For each page whether it is stored for this rank's box, whatever is missing before it."""
+    context.learn_grids(binding)
+    masks = presence(context, binding, hashes, deadline, stop_at_gap=False, faults={})
+    held = tuple(binding.table.cover(binding.table.whole, mask).is_complete for mask in masks)
+    if not all(held) and context.directory.refresh(deadline) and context.learn_grids(binding):
+        masks = presence(context, binding, hashes, deadline, stop_at_gap=False, faults={})
+        held = tuple(binding.table.cover(binding.table.whole, mask).is_complete for mask in masks)
+    return held
+
+
 def _leading(binding: Binding, masks: Sequence[int]) -> int:
     table = binding.table
     complete = {mask: table.cover(table.whole, mask).is_complete for mask in set(masks)}
