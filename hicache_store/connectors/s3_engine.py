@@ -30,6 +30,7 @@ from hicache_store.connectors.s3_plane import (
 from hicache_store.connectors.s3_settings import PROBE_PREFIX, S3Settings, object_key
 from hicache_store.connectors.s3_threads import Threads
 from hicache_store.errors import NameFormatError
+from hicache_store.layout.names import FORMAT
 from hicache_store.limits import (
     S3_BUFFERS_KEEP_BYTES,
     S3_DELETE_BATCH,
@@ -163,7 +164,7 @@ class S3Engine:
 
     async def expire(self, days: int | None) -> None:
         """Set, change or remove the lifecycle rule of the objects, which never covers metadata."""
-        await self.ask(lambda: self.control.set_expiry(f"{self.settings.prefix}v1/", days))
+        await self.ask(lambda: self.control.set_expiry(f"{self.settings.prefix}{FORMAT}/", days))
 
     # -- one item --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from hicache_store.config import (
 )
 from hicache_store.connectors.base import META_PREFIX
 from hicache_store.errors import ConfigurationError, NameFormatError
+from hicache_store.layout.names import FORMAT
 from hicache_store.limits import (
     MIB,
     S3_CONCURRENCY,
@@ -60,6 +61,10 @@ OPTIONS: Final = (
     bool_option("probe", True),
     size_option("request_cost", MIB),
 )
+
+_OWN_PARTS: Final = frozenset({FORMAT, META_PREFIX.partition("/")[0]})
+"""What the keys of a store begin with: a store below such a part would lie among another one's keys, and
+expire with its objects."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+"
@@ -109,6 +114,12 @@ def read_settings(url: StoreUrl) -> S3Settings:
             f"s3: the prefix {prefix!r} is not made of parts of letters, digits, '.', '_' and '-' "
             f"joined by '/', at most {S3_KEY_BYTES_MAX // 2} characters together"
         )
+    for part in prefix.split("/"):
+        if part in _OWN_PARTS:
+            raise ConfigurationError(
+                f"s3: the prefix {prefix!r} has a part {part!r}, below which a store further up keeps its own "
+                "keys; give the part another name"
+            )
     values = url.options(OPTIONS)
     return S3Settings(
         bucket=bucket,

@@ -84,6 +84,8 @@ def free_port() -> int:
         ("s3://bucket/../b", "not made of parts"),
         ("s3://bucket/a b", "not made of parts"),
         ("s3://bucket/" + "x" * 600, "at most 512"),
+        ("s3://bucket/kv/v1", "has a part 'v1'"),
+        ("s3://bucket/meta/kv", "has a part 'meta'"),
         ("s3://bucket?client=awscli", "one of obstore, boto3, aiobotocore"),
         ("s3://bucket?endpoint=localhost:9000", "is not like http"),
         ("s3://bucket?endpoint=http://host/path", "is not like http"),
@@ -617,6 +619,8 @@ def test_attach_cycles_leave_nothing(server: S3Server) -> None:
 def test_settings_open_without_a_url(server: S3Server) -> None:
     connector = open_s3(read_settings(parse_url(f"s3://bucket?endpoint={server.endpoint}&readonly=1")))
     assert connector.capabilities.is_read_only
+    with pytest.raises(ConfigurationError, match="readonly=1"):
+        connector.set_expiry(7, soon())
     assert server.count("PUT") == 0
     connector.close()
 
