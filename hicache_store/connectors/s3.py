@@ -157,7 +157,7 @@ class S3Connector:
 
     def close(self) -> None:
         """Stop the loop and give everything back; idempotent."""
-        pass
+        self._loop.close(self._attached.close)
 
     def _is_refused(self) -> bool:
         self._loop.require_usable()
