@@ -83,9 +83,8 @@ def test_markers_are_read_where_the_server_does_not_list(server: S3Server) -> No
         assert len(reader.store._context.directory.grids) == 1
     server.plan = None
     server.page_keys = 1
-    server.objects["kv/" + "meta/v1/x"] = b"x"
     digest = reader.store._context.namespace
-    server.objects[f"kv/meta/v1/{digest}/grid-99"] = b"of another version"
+    server.objects[f"kv/meta/v1/{digest}/grid--"] = b"of another release"
     with attach_rank(place, POOL, "tp1pp1", Rank()) as reader:
         assert len(reader.store._context.directory.grids) == 1
 
