@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
-from store_rig import attach_rank, chain, tiny
+from store_rig import RankRig, attach_rank, chain, tiny
 
 from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.parallel import Rank
 from hicache_store.limits import LOOKUP_FIRST_PAGES
 from hicache_store.store import EndReason
+from hicache_store.testing.contract_base import run_together
 from hicache_store.testing.s3_server import Reply, S3Server, error_reply, etag, on_operations
 
 POOL = tiny(2, 2, 1, "int8").pool(1)
@@ -104,6 +105,35 @@ def test_a_list_behind_the_times_announces_nothing_twice(server: S3Server) -> No
         after = {key for key in server.objects if "/grid-" in key}
         assert len(after) == len(before) + new
         assert before <= after
+
+
+@pytest.mark.parametrize("ignores_conditions", [False, True])
+def test_announcers_that_race_lose_no_grid(server: S3Server, ignores_conditions: bool) -> None:
+    """All list at once, none sees the others' markers, and yet each finds its own in place at the end."""
+    server.ignores_conditions = ignores_conditions
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    ranks = [
+        (spec, rank) for spec in ("tp1pp1", "tp2pp1", "tp1pp2", "tp2pp2") for rank in (Rank(), Rank(pp=1))
+    ]
+    rigs = [attach_rank(place, POOL, spec, rank) for spec, rank in ranks if "pp2" in spec or rank == Rank()]
+    try:
+        for rig in rigs:
+            rig.fill(range(1))
+
+        def announce(rig: RankRig, number: int) -> None:
+            for _ in range(3):  # where conditions are ignored a marker may be overwritten, and comes back
+                rig.store._context.directory._confirmed.clear()
+                rig.backup([f"{number:064x}"])
+
+        run_together(*[lambda rig=rig, n=n: announce(rig, n) for n, rig in enumerate(rigs)])
+        announce(rigs[0], 0)
+        wanted = {rig.store._bindings["kv"].grid for rig in rigs}
+        with attach_rank(place, POOL, "tp1pp1", Rank()) as reader:
+            assert set(reader.store._context.directory.grids) == wanted
+        assert sum("/grid-" in key for key in server.objects) == len(wanted)
+    finally:
+        for rig in rigs:
+            rig.store.close()
 
 
 def test_the_wrong_object_of_the_right_length_is_a_miss_and_harms_nothing(server: S3Server) -> None:
