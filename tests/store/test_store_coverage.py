@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 from store_rig import Place, attach_rank, chain, distinct_ranks, read_pages, tiny, write_pages
 
+from hicache_store.connectors.base import Connector
 from hicache_store.layout.names import ObjectName
 from hicache_store.layout.parallel import ParallelSpec, Rank, shard
 from hicache_store.store import EndReason, FixedGrid, PageState
+from hicache_store.testing.faults import CountingConnector
 
 POOL = tiny(4, 4).pool(2)
 
@@ -113,3 +115,26 @@ def test_the_own_cut_is_found_without_any_marker() -> None:
     for rank in distinct_ranks(POOL, "tp1pp1"):
         with attach_rank(place, POOL, "tp1pp1", rank, pages=2) as rig:
             assert rig.restore(hashes).pages == 0
+
+
+def test_pages_of_one_chain_may_lie_under_different_cuts_without_a_read_in_vain() -> None:
+    """Pages alternate between two cuts. Once it is known which page is cut how, each is read as it lies:
+    as many objects are asked for as there are, and no look-up is made."""
+    place, hashes, pages = Place(), chain(6, POOL.page_size), range(6)
+    for spec, numbers in (("tp2pp1", pages[::2]), ("tp1pp2", pages[1::2])):
+        write_pages(place, POOL, spec, [hashes[i] for i in numbers], pages=numbers)
+    watched: list[CountingConnector] = []
+
+    def watch(connector: Connector) -> Connector:
+        watched.append(CountingConnector(connector))
+        return watched[-1]
+
+    place.wrap = watch
+    with attach_rank(place, POOL, "tp1pp1", Rank(), pages=6) as rig:
+        assert rig.restore(hashes).pages == 6
+        watched[-1].reset()
+        report = rig.restore(hashes)
+        rig.assert_holds(pages)
+        assert (report.pages, report.objects) == (6, 12)
+        assert watched[-1].items["read"] == 12
+        assert watched[-1].calls["sizes"] == 0
