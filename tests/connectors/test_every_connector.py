@@ -291,7 +291,9 @@ print("well")
 """
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage", [pytest.param(each, marks=pytest.mark.soak) if "boto3" in each else each for each in STORAGES]
+)
 def test_d10_without_descriptors_it_misses_and_recovers(storage: str, url: Callable[[str], str]) -> None:
     """When the process has no descriptors left, its own fault or not, reads miss and writes fail; nothing
     is raised or lost, and with descriptors everything works again."""
