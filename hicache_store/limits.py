@@ -40,6 +40,12 @@ speed with a few, and more only take cores from the engine."""
 ABANDONED_MAX: Final = 16
 """Worker threads that may be stuck in hung I/O before calls fail at once."""
 
+DIRECTORIES_MAX: Final = 272
+"""Directory handles one root keeps open: all of two levels of 16, and the few beside them."""
+
+DIRECTORIES_MIN: Final = 8
+"""Directory handles kept when the process was found short of descriptors."""
+
 WORKER_GRAB_ITEMS: Final = 4
 """Items a worker takes from a batch at once: taking costs a lock, and more would leave the last
 workers of a batch idle."""

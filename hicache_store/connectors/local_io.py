@@ -119,6 +119,17 @@ class PosixIO:
         return ctypes.c_long.from_buffer(buffer).value
 
 
+def flush_directory(io: PosixIO, fd: int) -> None:
+    """Put the names of a directory on the disk; raises an ``OSError`` that names the option at fault."""
+    try:
+        io.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        words = "this file system cannot flush a directory, as fsync=1 asks; leave the option out"
+        raise OSError(error.errno, words) from None
+
+
 def as_bytes(view: memoryview) -> memoryview:
     """``view``, of any format and shape but not empty, as plain bytes; it must be contiguous.
 

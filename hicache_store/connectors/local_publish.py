@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from hicache_store.connectors.local_io import FILE_MODE, PosixIO, is_absent
+from hicache_store.connectors.local_io import FILE_MODE, PosixIO, flush_directory, is_absent
 from hicache_store.connectors.local_names import temporary_name
 
 Method: TypeAlias = Literal["tmpfile", "link", "rename"]
@@ -147,7 +147,7 @@ class Publisher:
 
     def _sync_directory(self, draft: Draft) -> None:
         if self._syncs == "all":
-            self._io.fsync(draft.directory_fd)
+            flush_directory(self._io, draft.directory_fd)
 
 
 def probe_method(io: PosixIO, directory_fd: int) -> Method:

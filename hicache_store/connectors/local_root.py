@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -135,6 +136,9 @@ class Root:
         except HandleError:
             return Outcome(Status.FAILED, "the store was closed meanwhile")
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.tree.shed()
+                self.metrics.add("file.no_descriptors")
             self.metrics.add("file.no_space" if is_full(error) else f"file.{what}_failed")
             return Outcome(Status.FAILED, f"{what}: {error}")
         except Exception as error:

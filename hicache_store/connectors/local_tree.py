@@ -12,8 +12,9 @@ import os
 import threading
 from typing import Final
 
-from hicache_store.connectors.local_io import DIRECTORY_MODE, PosixIO, is_absent
+from hicache_store.connectors.local_io import DIRECTORY_MODE, PosixIO, flush_directory, is_absent
 from hicache_store.errors import HandleError
+from hicache_store.limits import DIRECTORIES_MAX, DIRECTORIES_MIN
 
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY
 
@@ -32,7 +33,7 @@ class Directory:
 
 class DirectoryTree:
     """The directories of one root; owns ``root_fd``. Keeps one descriptor for each path borrowed,
-    which with two levels of 16 are at most 258."""
+    which with two levels of 16 are at most 258, and fewer once the process was short of them."""
 
     def __init__(self, root_fd: int, io: PosixIO, syncs: bool = False) -> None:
         self._io = io
@@ -40,6 +41,7 @@ class DirectoryTree:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, ...], Directory] = {(): Directory((), root_fd)}
         self._is_closed = False
+        self._keep = len(self._open) + DIRECTORIES_MAX
 
     def borrow(self, path: tuple[str, ...], creates: bool = False) -> Directory:
         """The directory at ``path``; give it back. ``creates`` makes what is missing, 0700.
@@ -81,6 +83,15 @@ class DirectoryTree:
                 directory.is_retired = True
         return True
 
+    def shed(self) -> None:
+        """Give the idle descriptors back, because the process has none left, and keep half as many from
+        now on."""
+        with self._lock:
+            self._keep = max(DIRECTORIES_MIN, min(self._keep, len(self._open)) // 2)
+            idle = [self._retire(directory) for directory in self._idle()]
+        for fd in idle:
+            self._io.close(fd)
+
     def close(self) -> None:
         """Close what is not lent now, and the rest as it is given back; idempotent."""
         with self._lock:
@@ -99,10 +110,21 @@ class DirectoryTree:
                 found.users += 1
             return found
 
+    def _idle(self) -> list[Directory]:
+        return [one for path, one in self._open.items() if path and one.users == 0]
+
+    def _retire(self, directory: Directory) -> int:
+        del self._open[directory.path]
+        directory.is_retired = True
+        return directory.fd
+
     def _adopt(self, path: tuple[str, ...], fd: int) -> Directory:
         """Keep a newly opened descriptor, unless another thread was faster or all is closed."""
+        spare: list[int] = []
         with self._lock:
             kept = self._open.get(path)
+            if kept is None and len(self._open) >= self._keep:
+                spare = [self._retire(directory) for directory in self._idle()[:1]]
             if kept is None:
                 kept = Directory(path, fd)
                 kept.is_retired = self._is_closed
@@ -110,7 +132,9 @@ class DirectoryTree:
                     self._open[path] = kept
             kept.users += 1
         if kept.fd != fd:
-            self._io.close(fd)
+            spare.append(fd)
+        for unwanted in spare:
+            self._io.close(unwanted)
         return kept
 
     def _descend(self, root_fd: int, path: tuple[str, ...], creates: bool) -> int:
@@ -147,7 +171,7 @@ def make_directory(io: PosixIO, parent_fd: int, name: str, syncs: bool = False) 
         if io.fstat(fd).st_mode & 0o7777 != DIRECTORY_MODE:
             io.chmod(fd, DIRECTORY_MODE)
         if syncs:
-            io.fsync(parent_fd)
+            flush_directory(io, parent_fd)
     except BaseException:
         io.close(fd)
         raise

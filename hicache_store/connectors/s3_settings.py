@@ -117,8 +117,8 @@ def read_settings(url: StoreUrl) -> S3Settings:
     for part in prefix.split("/"):
         if part in _OWN_PARTS:
             raise ConfigurationError(
-                f"s3: the prefix {prefix!r} has a part {part!r}, below which a store further up keeps its own "
-                "keys; give the part another name"
+                f"s3: the prefix {prefix!r} has a part {part!r}, below which a store further up keeps its "
+                "own keys; give the part another name"
             )
     values = url.options(OPTIONS)
     return S3Settings(

@@ -23,7 +23,7 @@ from hicache_store.connectors.local_names import (
 )
 from hicache_store.connectors.local_tree import DirectoryTree
 from hicache_store.errors import HandleError, NameFormatError
-from hicache_store.limits import IO_PIECE_BYTES
+from hicache_store.limits import DIRECTORIES_MIN, IO_PIECE_BYTES, IO_TAIL_BYTES
 
 PART = st.text("abcXYZ019._-", min_size=1, max_size=12).filter(lambda part: part not in (".", ".."))
 KEY = st.lists(PART, min_size=1, max_size=8).map("/".join)
@@ -99,8 +99,9 @@ def test_pieces_cover_the_views_whatever_the_kernel_takes(
     views += [memoryview(np.zeros(1, np.uint8))] * copies
     total = sum(view.nbytes for view in views)
     assert sum(size for _, size in pieces(views)) == total
+    most = total if total <= IO_PIECE_BYTES + IO_TAIL_BYTES and len(views) <= IOV_MAX else IO_PIECE_BYTES
     for vector, size in pieces(views):
-        assert 0 < sum(view.nbytes for view in vector) == size <= IO_PIECE_BYTES
+        assert 0 < sum(view.nbytes for view in vector) == size <= most
         assert 0 < len(vector) <= IOV_MAX
     position = 7
     turn = 0
@@ -149,6 +150,36 @@ def io() -> FaultyIO:
 @pytest.fixture
 def tree(tmp_path: Path, io: FaultyIO) -> DirectoryTree:
     return DirectoryTree(os.open(tmp_path, os.O_RDONLY), io)  # type: ignore[arg-type]
+
+
+def test_a_page_and_its_trailer_are_one_call() -> None:
+    views = [memoryview(bytes(IO_PIECE_BYTES)), memoryview(bytes(4096))]
+    assert [size for _, size in pieces(views)] == [IO_PIECE_BYTES + 4096]
+    views.append(memoryview(bytes(IO_TAIL_BYTES)))
+    assert [size for _, size in pieces(views)] == [IO_PIECE_BYTES, 4096 + IO_TAIL_BYTES]
+
+
+def test_handles_are_shed_when_the_process_is_short_of_them(tree: DirectoryTree, tmp_path: Path) -> None:
+    """Idle ones are closed, a lent one stays, and from then on fewer are kept."""
+    paths = [("a", f"{number:02d}") for number in range(32)]
+    for path in paths[1:]:
+        tree.give_back(tree.borrow(path, creates=True))
+    lent = tree.borrow(paths[0], creates=True)
+    held = set(os.listdir("/proc/self/fd"))
+    tree.shed()
+    after = set(os.listdir("/proc/self/fd"))
+    assert len(held - after) == 31
+    assert os.fstat(lent.fd).st_ino == (tmp_path / "a" / "00").stat().st_ino
+    for path in paths[1:]:
+        tree.give_back(tree.borrow(path))
+    kept = len(set(os.listdir("/proc/self/fd")) - after)
+    assert DIRECTORIES_MIN - 2 <= kept <= 16
+    tree.shed()
+    assert set(os.listdir("/proc/self/fd")) == after
+    tree.give_back(lent)
+    tree.close()
+    with pytest.raises(HandleError):
+        tree.borrow(paths[0])
 
 
 def test_a_lent_directory_stays_open_until_it_is_given_back(tree: DirectoryTree, io: FaultyIO) -> None:
