@@ -20,9 +20,12 @@ from hicache_store.engines.identity import (
 from hicache_store.engines.options import EngineOptions
 from hicache_store.engines.sglang_pools import (
     DENSE_POOLS,
+    IndexShape,
     PoolShape,
     byte_buffers,
     class_of,
+    index_layout,
+    index_shape_of,
     is_described,
     is_logical,
     pool_layout,
@@ -92,6 +95,8 @@ class Anchor:
     model: ModelKV
     namespace: Namespace
     store: PoolStore
+    layers: Span
+    """This rank's layers among those of ``model``."""
 
 
 def attach_anchor(site: Site, host_pool: Any) -> Anchor:
@@ -102,7 +107,7 @@ def attach_anchor(site: Site, host_pool: Any) -> Anchor:
     if is_logical(host_pool):
         model = _logical_model(site)
         identity = namespace_of(model, int(host_pool.page_size), site.running, site.options)
-        return Anchor(model, identity, LogicalStore())
+        return Anchor(model, identity, LogicalStore(), Span(0, model.num_layers))
     shape = shape_of(host_pool)
     layers, total = _layers_of_rank(shape, site)
     model = _model_of(shape, total, site)
@@ -121,9 +126,8 @@ def attach_anchor(site: Site, host_pool: Any) -> Anchor:
         )
         span = Span(0, shape.draft_layers)
         parts.append((_direct(site, host_pool, shape, identity, drafts, span, is_draft=True), drafts.name))
-    return Anchor(
-        model, identity, DirectStore(tuple(parts), shape.page_size, _page_bytes(shape), site.limits)
-    )
+    store = DirectStore(tuple(parts), shape.page_size, _page_bytes(shape), site.limits)
+    return Anchor(model, identity, store, layers)
 
 
 def attach_sidecar(site: Site, anchor: Anchor, host_pool: Any, name: str) -> PoolStore:
@@ -146,6 +150,9 @@ def attach_sidecar(site: Site, anchor: Anchor, host_pool: Any, name: str) -> Poo
     heads = _sidecar_heads(host_pool, place, is_sharded=is_sharded)
     if heads is not None:
         return _described_sidecar(site, anchor, host_pool, name, heads)
+    index = index_shape_of(host_pool)
+    if name == "indexer" and index and place.is_replicated and index.layers == len(anchor.layers):
+        return _index_sidecar(site, anchor, index)
     identity = [name, kind, str(getattr(host_pool, "dtype", "")), *_stage_identity(site, host_pool)]
     if is_sharded:
         identity.append(f"tp{place.tp_rank}of{place.tp_size}")
@@ -205,11 +212,42 @@ def _direct(
     layout = pool_layout(shape, pool.dtype, heads, layers, is_draft=is_draft)
     if not is_draft:
         probe(host_pool, shape, layout)
-    spec, stage = spec_of(place.tp_size, layers, pool.num_layers)
+    buffers = PoolBuffers(pool, layout, byte_buffers(shape.buffers))
+    return _attach(site, identity, buffers, layers)
+
+
+def _index_sidecar(site: Site, anchor: Anchor, shape: IndexShape) -> PoolStore:
+    """Index keys of every layer of this rank, shared by all sizes: which layers they are is told by the
+    anchor."""
+    parts = (KVPart("index", shape.row_bytes),)
+    dtype, buffers = DType.of("int8"), byte_buffers([shape.buffer])
+    pool = Pool("indexer", anchor.model.num_layers, 1, parts, dtype, page_size=1)
+    described = PoolBuffers(pool, index_layout(shape, pool, anchor.layers), buffers)
+    stores = [(_attach(site, anchor.namespace, described, anchor.layers), pool.name)]
+    if shape.draft_layers:
+        span = Span(0, shape.draft_layers)
+        drafts = Pool(
+            "draft_idx",
+            shape.draft_layers,
+            1,
+            parts,
+            dtype,
+            page_size=1,
+            identity=f"packed {_draft_weights(site)}",
+        )
+        packed = PoolBuffers(drafts, index_layout(shape, drafts, span, is_draft=True), buffers)
+        stores.append((_attach(site, anchor.namespace, packed, span), drafts.name))
+    size = (shape.layers + shape.draft_layers) * shape.row_bytes
+    return DirectStore(tuple(stores), shape.page_size, size, site.limits, is_whole_pages=True)
+
+
+def _attach(site: Site, identity: Namespace, buffers: PoolBuffers, layers: Span) -> Store:
+    place = site.place
+    spec, stage = spec_of(place.tp_size, layers, buffers.pool.num_layers)
     return Store.attach(
         BorrowedConnector(site.connector),
         identity,
-        [PoolBuffers(pool, layout, byte_buffers(shape.buffers))],
+        [buffers],
         spec,
         Rank(place.tp_rank, stage),
         writer="caller" if place.is_replicated else "elected",

@@ -26,12 +26,13 @@ from typing import Any, Final
 from hicache_store.errors import ConfigurationError
 from hicache_store.layout.box import Box, Span
 from hicache_store.layout.dtypes import DType
-from hicache_store.layout.layouts import Field, Layout, engine_layout
+from hicache_store.layout.layouts import Field, Layout, axes_layout, engine_layout
 from hicache_store.layout.model import KVPart, Pool
 
 DENSE_POOLS: Final = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost"})
 LATENT_POOLS: Final = frozenset({"MLATokenToKVPoolHost"})
 LOGICAL_POOLS: Final = frozenset({"LogicalHostPool"})
+INDEX_POOLS: Final = frozenset({"DSAIndexerPoolHost"})
 """Class names of pools whose memory is understood. A subclass may lay it out anew, so that it is not."""
 
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
@@ -176,6 +177,52 @@ def _check_buffers(shape: PoolShape) -> None:
             f"the {shape.layout} host pool has buffers of shape {found}, contiguous ones of {expected} were "
             "expected: this version of the engine lays them out in another way than the ones tested"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """Index keys of sparse attention: of each layer one opaque row of ``row_bytes`` for a whole page.
+
+    (L,P,row) in layer_first, (P,L,1,row) in the others; packed draft layers stand behind the target's.
+    """
+
+    is_layer_first: bool
+    layers: int
+    draft_layers: int
+    pages: int
+    page_size: int
+    row_bytes: int
+    buffer: Any
+
+
+def index_shape_of(host_pool: Any) -> IndexShape | None:
+    """The shape of a pool of index keys, ``None`` where it is not one or not laid out as in the table."""
+    buffer = getattr(host_pool, "index_k_with_scale_buffer", None)
+    if class_of(host_pool) not in INDEX_POOLS or buffer is None:
+        return None
+    layers, pages = int(host_pool.layer_num), int(host_pool.indexer_page_num)
+    row_bytes = int(host_pool.indexer_page_stride_size) * int(buffer.element_size())
+    is_layer_first = host_pool.layout == "layer_first"
+    expected = (layers, pages) if is_layer_first else (pages, layers, 1)
+    if tuple(buffer.shape[:-1]) != expected or buffer.shape[-1] * buffer.element_size() != row_bytes:
+        return None
+    if not buffer.is_contiguous():
+        return None
+    target = int(host_pool.target_layer_num)
+    return IndexShape(
+        is_layer_first, target, layers - target, pages, int(host_pool.page_size), row_bytes, buffer
+    )
+
+
+def index_layout(shape: IndexShape, pool: Pool, layers: Span, *, is_draft: bool = False) -> Layout:
+    """Where layers of a pool of index keys lie; ``layers`` as for :func:`pool_layout`."""
+    count = shape.layers + shape.draft_layers
+    outer = ("layer", "slot") if shape.is_layer_first else ("slot", "layer")
+    whole = Pool("index", count, 1, pool.parts, pool.dtype, page_size=1)
+    box = Box(Span(0, 1), Span(0, count), Span(0, 1))
+    layout = axes_layout(whole, box, (*outer, "token", "head", "kv", "dim"), slots=shape.pages)
+    fields = tuple(_restricted(field, shape.layers if is_draft else 0, layers) for field in layout.fields)
+    return replace(layout, box=Box(Span(0, 1), layers, Span(0, 1)), fields=fields)
 
 
 def byte_buffers(buffers: Sequence[Any]) -> list[Any]:

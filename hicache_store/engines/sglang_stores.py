@@ -78,6 +78,8 @@ class DirectStore:
     page_size: int
     page_bytes: int
     limits: Limits
+    is_whole_pages: bool = False
+    """Whether the pools know a page as one row, so that a placement is a slot alone."""
 
     def leading(self, hashes: Sequence[str]) -> int:
         """The least of what the parts have."""
@@ -123,7 +125,8 @@ class DirectStore:
 
     def _placements(self, host_indices: Any, count: int) -> list[Placement]:
         slots = slots_of(host_indices, self.page_size, count)
-        return [placement_of_slot(slot, self.page_size) for slot in slots]
+        tokens = 1 if self.is_whole_pages else self.page_size
+        return [placement_of_slot(slot, tokens) for slot in slots]
 
 
 @dataclass(slots=True)

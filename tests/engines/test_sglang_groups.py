@@ -37,8 +37,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
 
 
-def test_ranks_agree_on_the_shortest_prefix(reports: Reports) -> None:
-    """B01, B02, B06: rank 1's objects of pages 40 and on are gone. Both ranks report 40, both send every
+def test_b01_b02_b06_ranks_agree_on_the_shortest_prefix(reports: Reports) -> None:
+    """Rank 1's objects of pages 40 and on are gone. Both ranks report 40, both send every
     acknowledgement, and a prefetch after a new backup is whole again."""
     lacking = [report["lacking"] for report in reports]
     assert [one["local_hits"] for one in lacking] == [300, 40]

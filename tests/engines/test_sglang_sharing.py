@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_rig import Model, other, ranks
+from sglang_rig import Model, Rank, attach, host_pool, other, ranks
 
+import hicache_store.engines.sglang as adapter
 from hicache_store.connectors.registry import open_connector
+from hicache_store.engines.identity import RunningModel
+from hicache_store.errors import TopologyError
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MODEL = Model()
@@ -136,3 +139,30 @@ def test_packed_drafts_come_back_bit_for_bit(tmp_path: Path) -> None:
         for rank, before in zip(readers, saved, strict=True):
             assert rank.read(hashes, [5, 2]) == [True, True]
             assert torch.equal(rank.pool.kv_buffer[:, [5, 2]].clone().view(torch.uint8), before)
+
+
+def test_hybrid_models_count_their_full_attention_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pools of such models start at layer 0 on every stage and hold a subset: the model tells which."""
+    url, whole = _url(tmp_path), other(MODEL, layers=3)
+    hashes = whole.hashes(3)
+
+    def told(pp_rank: int, pp_size: int) -> RunningModel:
+        stage = ((0, 6), (6, 12))[pp_rank] if pp_size == 2 else (0, 12)
+        return RunningModel(layer_ids=(3, 7, 11), stage=stage, num_layers=12)
+
+    monkeypatch.setattr(adapter, "running_model", told)
+    for pp, layers in ((0, slice(0, 1)), (1, slice(1, 3))):
+        pool = host_pool(whole, layers=layers.stop - layers.start, start=0)
+        backend = attach(pool, whole, url, pp=pp, pp_size=2, num_layers=None)
+        writer = Rank(whole, pool, backend, slice(0, 8), layers)
+        assert writer.write(hashes, [0, 1, 2]) == [True] * 3
+        writer.close()
+    with ranks(whole, url, tp_size=2, layout="page_head") as readers:
+        for rank in readers:
+            assert rank.read(hashes, [5, 6, 7]) == [True] * 3
+            assert rank.holds(hashes, [5, 6, 7])
+    pool = host_pool(whole, layers=3, start=0)
+    with pytest.raises(TopologyError, match="cannot be told apart"):
+        attach(pool, whole, url, pp=0, pp_size=2, num_layers=None)

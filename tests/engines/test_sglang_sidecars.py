@@ -40,7 +40,7 @@ def mamba_pool(slots: int = 12, layout: str = "page_first") -> Any:
     return pool
 
 
-def indexer_pool(anchor: Any, layers: int) -> Any:
+def indexer_pool(anchor: Any, layers: int, drafts: int = 0) -> Any:
     """A real pool of index keys beside a latent anchor, in the anchor's layout."""
     page = 33 * anchor.page_size
     device = SimpleNamespace(
@@ -52,7 +52,8 @@ def indexer_pool(anchor: Any, layers: int) -> Any:
         host_bytes=lambda page_num, layer_num, page_size: page_num * layer_num * page,
     )  # fmt: skip
     decl = SimpleNamespace(storage_info=info, device_pool=device, owned_device_layers=None)
-    pool = DSAIndexerPoolHost(decl, anchor, pin_memory=False)
+    draft = SimpleNamespace(index_k_with_scale_buffer=[torch.zeros(4, page, dtype=torch.uint8)])
+    pool = DSAIndexerPoolHost(decl, anchor, packed_draft_device_pools=(draft,) * drafts, pin_memory=False)
     pool.index_k_with_scale_buffer.random_()
     return pool
 
@@ -148,6 +149,62 @@ def test_a39_index_keys_of_a_latent_model_are_shared_by_all_tensor_sizes(
         for slot, before in zip((5, 6, 7), saved, strict=True):
             assert torch.equal(other.get_data_page(slot * page), before)
         reader.close()
+
+
+def test_a39_index_keys_are_shared_by_pipeline_sizes(url: str) -> None:
+    """Two stages write, one stage of all layers reads, in another layout and with other slots."""
+    hashes, page = LATENT.hashes(3), LATENT.page
+    saved: list[torch.Tensor] = []
+    for pp in range(2):
+        writer = make_rank(LATENT, url, layout="page_first", pp=pp, pp_size=2, cuts=(2,))
+        indexer = indexer_pool(writer.pool, (2, 4)[pp])
+        writer.backend.register_mem_host_pool_v2(indexer, PoolName.INDEXER)
+        writer.write(hashes, [0, 1, 2])
+        sidecar = transfer(PoolName.INDEXER, hashes, tokens([2, 0, 1], page))
+        assert writer.backend.batch_set_v2([sidecar]) == {PoolName.INDEXER: [True] * 3}
+        saved.append(indexer.index_k_with_scale_buffer[[2, 0, 1], :, 0].clone())
+        writer.close()
+    reader = make_rank(LATENT, url, layout="layer_first", tp=1, tp_size=2)
+    other = indexer_pool(reader.pool, LATENT.layers)
+    reader.backend.register_mem_host_pool_v2(other, PoolName.INDEXER)
+    back = transfer(PoolName.INDEXER, hashes, tokens([7, 8, 9], page))
+    assert reader.backend.batch_get_v2([back]) == {PoolName.INDEXER: [True] * 3}
+    assert torch.equal(other.index_k_with_scale_buffer[:, [7, 8, 9]].transpose(0, 1), torch.cat(saved, 1))
+    reader.close()
+
+
+def test_packed_draft_layers_of_index_keys_come_back_too(url: str) -> None:
+    hashes, page = LATENT.hashes(2), LATENT.page
+    rank = make_rank(LATENT, url, drafts=1)
+    indexer = indexer_pool(rank.pool, LATENT.layers, drafts=1)
+    rank.backend.register_mem_host_pool_v2(indexer, PoolName.INDEXER)
+    before = indexer.index_k_with_scale_buffer[:, [0, 1]].clone()
+    stored = transfer(PoolName.INDEXER, hashes, tokens([0, 1], page))
+    assert rank.backend.batch_set_v2([stored]) == {PoolName.INDEXER: [True] * 2}
+    back = transfer(PoolName.INDEXER, hashes, tokens([4, 5], page))
+    assert rank.backend.batch_get_v2([back]) == {PoolName.INDEXER: [True] * 2}
+    assert torch.equal(indexer.index_k_with_scale_buffer[:, [4, 5]], before)
+    rank.close()
+    plain = make_rank(LATENT, url)
+    plain.backend.register_mem_host_pool_v2(indexer_pool(plain.pool, LATENT.layers), PoolName.INDEXER)
+    assert plain.backend._store("indexer").leading(hashes) == 2
+    plain.close()
+
+
+def test_index_keys_of_some_layers_belong_to_their_stage(url: str) -> None:
+    """Where only some layers have an index, no rank tells which: kept whole, for equal stages."""
+    rank = make_rank(LATENT, url)
+    sparse = indexer_pool(rank.pool, LATENT.layers - 2)
+    rank.backend.register_mem_host_pool_v2(sparse, PoolName.INDEXER)
+    hashes = LATENT.hashes(2)
+    before = [sparse.get_data_page(slot * LATENT.page).clone() for slot in (0, 1)]
+    stored = transfer(PoolName.INDEXER, hashes, tokens([0, 1], LATENT.page))
+    assert rank.backend.batch_set_v2([stored]) == {PoolName.INDEXER: [True] * 2}
+    back = transfer(PoolName.INDEXER, hashes, tokens([4, 5], LATENT.page))
+    assert rank.backend.batch_get_v2([back]) == {PoolName.INDEXER: [True] * 2}
+    for slot, page in zip((4, 5), before, strict=True):
+        assert torch.equal(sparse.get_data_page(slot * LATENT.page), page)
+    rank.close()
 
 
 def test_a39_a_pool_that_cannot_be_taken_apart_refuses_by_name(url: str) -> None:
