@@ -33,6 +33,7 @@ from hicache_store.engines.sglang_hits import common_lengths, every_page, traili
 from hicache_store.engines.sglang_running import running_model, weights_state
 from hicache_store.engines.sglang_stores import PoolStore
 from hicache_store.errors import ConfigurationError, HandleError
+from hicache_store.layout.namespace import Namespace
 from hicache_store.limits import ENGINE_STATS_MAX
 from hicache_store.metrics import Metrics
 
@@ -74,6 +75,11 @@ class HiCacheL3(HiCacheStorage):  # type: ignore[misc]
         self._transfers: deque[tuple[bool, int, float]] = deque(maxlen=ENGINE_STATS_MAX)
         self._said: set[str] = set()
         self._lock = threading.Lock()
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Where this engine's pages are kept; ``None`` while no pool is attached."""
+        return None if self._anchor is None else self._anchor.namespace
 
     # Attach and detach.
 

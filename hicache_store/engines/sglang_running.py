@@ -15,6 +15,11 @@ BIGRAM_ALGORITHMS = frozenset({"EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP"})
 """Speculative algorithms whose trees are keyed by pairs of tokens."""
 
 
+WEIGHTLESS_FORMATS = frozenset({"dummy", "remote", "remote_instance", "flash_rl"})
+"""Load formats whose weights are not the files of the model's path: dummy weights must never be stored under
+the name of real ones."""
+
+
 def running_model(pp_rank: int, pp_size: int) -> RunningModel:
     """The model of this process, or an empty one where none is published (tests, helper processes)."""
     from sglang.srt import runtime_context as context  # noqa: PLC0415, an engine is running
@@ -30,8 +35,8 @@ def running_model(pp_rank: int, pp_size: int) -> RunningModel:
     layers = int(config.num_hidden_layers)
     is_plain = int(getattr(config, "num_attention_layers", layers)) == layers
     return RunningModel(
-        config=_config(config, getattr(settings, "context_length", None)),
-        model_path=str(settings.model_path),
+        config=_config(config, settings),
+        model_path=_weights_path(settings),
         revision=getattr(settings, "revision", None),
         kv_dtype=_kv_dtype(str(settings.kv_cache_dtype)),
         total_kv_heads=int(config.get_total_num_kv_heads()),
@@ -55,8 +60,16 @@ def weights_state() -> tuple[object, object]:
         return None, None
 
 
-def _config(config: Any, context_length: object) -> dict[str, object]:
-    """The configuration after overrides, with the dtype and the length the engine really runs."""
+def _weights_path(settings: Any) -> str | None:
+    is_elsewhere = getattr(settings, "modelopt_checkpoint_restore_path", None) is not None
+    if is_elsewhere or str(settings.load_format) in WEIGHTLESS_FORMATS:
+        return None
+    return str(settings.model_path)
+
+
+def _config(config: Any, settings: Any) -> dict[str, object]:
+    """The configuration after overrides, with the dtype, the length and the quantisation of weights that the
+    engine really runs: one that is applied while loading is in no configuration file."""
     fields = dict(config_fields(config.hf_config))
     dtype = str(config.dtype).removeprefix("torch.")
     fields.pop("torch_dtype", None)
@@ -65,8 +78,15 @@ def _config(config: Any, context_length: object) -> dict[str, object]:
     if isinstance(nested, dict):
         nested = {key: value for key, value in nested.items() if key != "torch_dtype"}
         fields["text_config"] = {**nested, "dtype": dtype}
-    if context_length is not None:
-        fields["max_model_len"] = context_length
+    if getattr(settings, "context_length", None) is not None:
+        fields["max_model_len"] = settings.context_length
+    applied = {
+        "quant_method": getattr(settings, "quantization", None),
+        "modelopt": getattr(settings, "modelopt_quant", None),
+        "torchao": getattr(settings, "torchao_config", None) or None,
+    }
+    if fields.get("quantization_config") is None and any(applied.values()):
+        fields["quantization_config"] = applied
     return fields
 
 

@@ -87,9 +87,9 @@ def test_a25_objects_moved_into_another_namespace_are_refused(url: str) -> None:
     second = other(MODEL, weights="w2")
     hashes = _write(url)
     with ranks(second, url) as (rank,):
-        target = rank.backend._anchor.namespace.digest
+        target = rank.backend.namespace.digest
     with ranks(MODEL, url) as (rank,):
-        source = rank.backend._anchor.namespace.digest
+        source = rank.backend.namespace.digest
     connector, deadline = open_connector(url), Deadline.after(30)
     for entry in [entry for entry in connector.scan("v1/") if source in entry.key]:
         data = bytearray(entry.size_bytes)
@@ -244,8 +244,7 @@ def published(directory: Path, **arguments: Any) -> Iterator[None]:
     """SGLang's own context of a server with the model of ``directory``."""
     state = runtime_context.snapshot_context()
     try:
-        given = {"device": "cpu", "load_format": "dummy", **arguments}
-        server = ServerArgs(model_path=str(directory), **given)
+        server = ServerArgs(model_path=str(directory), device="cpu", **arguments)
         server.resolve_once()
         runtime_context.get_context().set_server_args(server)
         yield
@@ -305,6 +304,23 @@ def test_an_override_of_the_rotary_embedding_finds_nothing(url: str, checkpoint:
         assert _hits(url, hashes, **TOLD) == 0
     with published(checkpoint):
         assert _hits(url, hashes, **TOLD) == 4
+
+
+def test_weights_quantised_while_loading_find_nothing(url: str, checkpoint: Path) -> None:
+    """The same files give other keys and values, and no configuration file says so."""
+    with published(checkpoint):
+        hashes = _write(url, **TOLD)
+        assert _hits(url, hashes, **TOLD) == 4
+    with published(checkpoint, quantization="fp8"):
+        assert _hits(url, hashes, **TOLD) == 0
+
+
+def test_dummy_weights_have_no_identity_of_their_own(url: str, checkpoint: Path) -> None:
+    """A benchmark with random weights must not store under the name of the real ones."""
+    with published(checkpoint, load_format="dummy"):
+        with pytest.raises(IdentityError, match='"weights"'):
+            make_rank(MODEL, url, **TOLD)
+        make_rank(MODEL, url, **TOLD | {"weights": "random, for a benchmark"}).close()
 
 
 def test_a_key_that_contradicts_the_running_model_refuses(url: str, checkpoint: Path) -> None:
