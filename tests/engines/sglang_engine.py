@@ -52,7 +52,12 @@ class Engine:
     """The controller of one rank, driven as the scheduler drives it."""
 
     def __init__(
-        self, model: Model, pool: Any, sidecars: dict[PoolName, Any] | None = None, group: Any = None
+        self,
+        model: Model,
+        pool: Any,
+        sidecars: dict[PoolName, Any] | None = None,
+        group: Any = None,
+        pp_group: Any = None,
     ) -> None:
         self.model, self.pool = model, pool
         device = NoDevicePool(model.layers)
@@ -62,13 +67,9 @@ class Engine:
         self.group = HostPoolGroup(entries)
         allocator = SimpleNamespace(get_kvcache=lambda: device)
         self.controller = HybridCacheController(
-            allocator,
-            self.group,
-            model.page,
-            group or dist.group.WORLD,
-            threading.Event(),
-            io_backend="kernel",
-        )
+            allocator, self.group, model.page, group or dist.group.WORLD, threading.Event(),
+            pp_group=pp_group, io_backend="kernel",
+        )  # fmt: skip
 
     def attach(self, url: str, **keys: Any) -> None:
         extra = storage_config(self.model, url, **keys).extra_config

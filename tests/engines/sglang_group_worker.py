@@ -15,7 +15,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import torch.distributed as dist  # noqa: E402
 from sglang_engine import Engine, topology  # noqa: E402
-from sglang_rig import Model, fill, host_pool, shard  # noqa: E402
+from sglang_rig import Model, fill, host_pool, shard, stage  # noqa: E402
 
 MODEL = Model(heads=2, layers=2, k_dim=8, v_dim=8)
 PAGES = 300
@@ -24,18 +24,21 @@ TOKENS = range(PAGES * MODEL.page)
 
 def _objects_of(url: str, hashes: list[str], head: int) -> list[Path]:
     """The files of one head's objects of some pages."""
+    return _files(url, hashes, f".H{head:03d}-{head + 1:03d}.")
+
+
+def _files(url: str, hashes: list[str], leaf: str) -> list[Path]:
     root = Path(url.removeprefix("file://").partition("?")[0])
-    leaf = f".H{head:03d}-{head + 1:03d}."
     files = [path for path in root.rglob("*") if leaf in path.name and path.is_file()]
     return [path for path in files if any(page_hash in path.name for page_hash in hashes)]
 
 
-def _back_up(engine: Engine, heads: slice) -> list[str]:
+def _back_up(engine: Engine, heads: slice, layers: slice = slice(None)) -> list[str]:
     indices = engine.pool.alloc(len(TOKENS))
     hashes = engine.hashes(TOKENS)
     for page_hash, token in zip(hashes, indices[:: MODEL.page].tolist(), strict=True):
         for part, values in enumerate(MODEL.page_values(page_hash)):
-            fill(engine.pool, part, token // MODEL.page, values[heads])
+            fill(engine.pool, part, token // MODEL.page, values[heads, layers])
     assert engine.backup(TOKENS, indices) == PAGES
     engine.free(indices)
     return hashes
@@ -85,6 +88,28 @@ def _aborted_on_one(engine: Engine, rank: int, url: str, hashes: list[str], head
     }  # fmt: skip
 
 
+def _stages(rank: int, world: int, url: str) -> dict[str, Any]:
+    """The same two processes as pipeline stages: stage 1 lacks pages 40 and on."""
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    layers = stage(MODEL, rank, world, None)
+    with topology(pp_rank=rank, pp_size=world):
+        pool = host_pool(MODEL, layers=1, start=layers.start, slots=2 * PAGES + 8, layout="page_first")
+        engine = Engine(MODEL, pool, group=alone, pp_group=dist.group.WORLD)
+        engine.attach(url, num_layers=MODEL.layers)
+        dist.barrier()
+        hashes = _back_up(engine, slice(0, MODEL.heads), layers)
+        dist.barrier()
+        if rank == 1:
+            for path in _files(url, hashes[40:], ".L001-002"):
+                path.unlink()
+        dist.barrier()
+        local = engine.backend.batch_exists(hashes)
+        fetched = engine.prefetch(TOKENS)
+        dist.barrier()
+        engine.detach()
+    return {"local_hits": local, "agreed_hit": fetched.hit_pages, "completed": fetched.completed_pages}
+
+
 SCENARIOS = {"lacking": _lacking, "corrupt": _corrupt, "aborted_on_one": _aborted_on_one}
 
 
@@ -106,6 +131,7 @@ def main() -> None:
             reports[name] = scenario(engine, rank, url, hashes, heads)
             dist.barrier()
             engine.detach()
+    reports["stages"] = _stages(rank, world, f"file://{directory}/stages?quota=1GiB")
     print(json.dumps(reports))
 
 

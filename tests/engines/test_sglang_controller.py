@@ -332,3 +332,27 @@ def test_statistics_are_what_was_moved_since_the_last_question(engine: Engine) -
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([128, 128, 44], [128, 128, 44])
     assert all(speed > 0 for speed in [*stats.backup_bandwidth, *stats.prefetch_bandwidth])
     assert engine.backend.get_stats().backup_pgs == []
+
+
+def test_sglangs_own_fault_injector_costs_pages_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang can wrap a backend so that calls fail at random: what is reported is right all the same."""
+    hashes = _stored(engine)
+    engine.detach()
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    engine.attach("memory://injected")
+    assert type(engine.backend).__name__ == "HiCacheStorageFailureInjector"
+    outcomes = set()
+    for _ in range(12):
+        indices = engine.pool.alloc(len(TOKENS))
+        _fill(engine, indices)
+        engine.backup(TOKENS, indices)
+        engine.free(indices)
+        fetched = engine.prefetch(TOKENS)
+        outcomes.add((fetched.hit_pages, fetched.completed_pages))
+        assert fetched.completed_pages <= fetched.hit_pages
+        _assert_holds(engine, hashes[: fetched.completed_pages], fetched.host_indices)
+        engine.free(fetched.host_indices)
+    assert len(outcomes) > 1
+    assert all(thread.is_alive() for thread in engine.threads())

@@ -56,3 +56,10 @@ def test_b07_an_abort_that_only_one_rank_has_seen_ends_on_both(reports: Reports)
     aborted = [report["aborted_on_one"] for report in reports]
     assert [(one["acks"], one["completed"]) for one in aborted] == [(3, 0)] * 2
     assert all(one["free_after"] == one["free_before"] for one in aborted)
+
+
+def test_b02_b11_stages_agree_on_the_shortest_prefix(reports: Reports) -> None:
+    """A pipeline stage that lacks pages shortens the hit of all stages, and none waits for the other."""
+    stages = [report["stages"] for report in reports]
+    assert [one["local_hits"] for one in stages] == [300, 40]
+    assert [(one["agreed_hit"], one["completed"]) for one in stages] == [(40, 40)] * 2
