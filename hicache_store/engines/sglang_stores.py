@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,15 +129,6 @@ class DirectStore:
         return [placement_of_slot(slot, tokens) for slot in slots]
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """Memory of a few flat pages and the store over it; one call at a time."""
-
-    store: Store
-    pages: np.ndarray
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class FlatStore:
     """A pool that only the engine can take apart, by its flat pages.
 
@@ -160,37 +151,34 @@ class FlatStore:
         self._limits = limits
         self._name = name
         self.page_bytes, self._flat_dtype = flat_page_bytes(host_pool)
-        slots = max(1, min(128, ENGINE_SCRATCH_BYTES // self.page_bytes))
+        self._step = max(1, min(128, ENGINE_SCRATCH_BYTES // self.page_bytes))
+        # Pages on their way in have the first half of the memory, those on their way out the second: SGLang
+        # reads and writes at the same time.
+        self._scratch = np.zeros((2 * self._step, self.page_bytes), np.uint8)
+        self._inbound, self._outbound = threading.Lock(), threading.Lock()
         # A page is one row of one head of one layer of one token here: nothing inside is told apart.
         part = KVPart("page", self.page_bytes)
         pool = Pool(name, 1, 1, (part,), DType.of("int8"), page_size=1, identity=identity)
-        layout = engine_layout("canonical", pool, pool.page_box, slots=slots)
-
-        def scratch() -> _Scratch:
-            pages = np.zeros((slots, self.page_bytes), np.uint8)
-            buffers = PoolBuffers(pool, layout, [pages.reshape(-1)])
-            store = Store.attach(
-                connector,
-                namespace,
-                [buffers],
-                ParallelSpec(),
-                Rank(),
-                writer="caller",
-                staging_bytes=max(ENGINE_SCRATCH_BYTES, 2 * self.page_bytes + 8192),
-                timeout_s=limits.transfer_s,
-                metrics=metrics,
-            )
-            return _Scratch(store, pages)
-
-        self._inbound, self._outbound = scratch(), scratch()
+        layout = engine_layout("canonical", pool, pool.page_box, slots=2 * self._step)
+        self._store = Store.attach(
+            connector,
+            namespace,
+            [PoolBuffers(pool, layout, [self._scratch.reshape(-1)])],
+            ParallelSpec(),
+            Rank(),
+            writer="caller",
+            staging_bytes=max(ENGINE_SCRATCH_BYTES, 2 * self.page_bytes + 8192),
+            timeout_s=limits.transfer_s,
+            metrics=metrics,
+        )
 
     def leading(self, hashes: Sequence[str]) -> int:
         """How many leading pages are stored."""
-        return self._inbound.store.contains(hashes, pool=self._name, timeout_s=self._limits.lookup_s).pages
+        return self._store.contains(hashes, pool=self._name, timeout_s=self._limits.lookup_s).pages
 
     def stored(self, hashes: Sequence[str]) -> Sequence[bool]:
         """For each page whether it is stored."""
-        return self._inbound.store.stored(hashes, pool=self._name, timeout_s=self._limits.lookup_s)
+        return self._store.stored(hashes, pool=self._name, timeout_s=self._limits.lookup_s)
 
     def restore(self, hashes: Sequence[str], host_indices: Any, prefix: Sequence[str]) -> int:
         """Through scratch memory, as many pages at a time as it holds."""
@@ -198,18 +186,19 @@ class FlatStore:
 
         slots = slots_of(host_indices, self._page_size, len(hashes))
         done = 0
-        with self._inbound.lock:
-            step = len(self._inbound.pages)
-            for start in range(0, len(hashes), step):
-                part = hashes[start : start + step]
-                places = [placement_of_slot(slot, 1) for slot in range(len(part))]
-                chain = [*prefix, *hashes[:start]]
-                loaded = self._inbound.store.restore(
-                    part, places, pool=self._name, prefix=chain, timeout_s=self._limits.transfer_s
+        with self._inbound:
+            for start in range(0, len(hashes), self._step):
+                part = hashes[start : start + self._step]
+                loaded = self._store.restore(
+                    part,
+                    [placement_of_slot(place, 1) for place in range(len(part))],
+                    pool=self._name,
+                    prefix=[*prefix, *hashes[:start]],
+                    timeout_s=self._limits.transfer_s,
                 ).pages
-                for i in range(loaded):
-                    page = torch.from_numpy(self._inbound.pages[i]).view(self._flat_dtype)
-                    self._host_pool.set_from_flat_data_page(slots[start + i] * self._page_size, page)
+                for place in range(loaded):
+                    page = torch.from_numpy(self._scratch[place]).view(self._flat_dtype)
+                    self._host_pool.set_from_flat_data_page(slots[start + place] * self._page_size, page)
                 done += loaded
                 if loaded < len(part):
                     break
@@ -221,16 +210,16 @@ class FlatStore:
 
         slots = slots_of(host_indices, self._page_size, len(hashes))
         done: list[bool] = []
-        with self._outbound.lock:
-            step = len(self._outbound.pages)
-            for start in range(0, len(hashes), step):
-                part = hashes[start : start + step]
-                for i, slot in enumerate(slots[start : start + step]):
+        with self._outbound:
+            for start in range(0, len(hashes), self._step):
+                part = hashes[start : start + self._step]
+                places = range(self._step, self._step + len(part))
+                for place, slot in zip(places, slots[start : start + self._step], strict=True):
                     page = self._host_pool.get_data_page(slot * self._page_size, flat=True)
-                    self._outbound.pages[i] = page.contiguous().view(torch.uint8).numpy().reshape(-1)
-                report = self._outbound.store.backup(
+                    self._scratch[place] = page.contiguous().view(torch.uint8).numpy().reshape(-1)
+                report = self._store.backup(
                     part,
-                    [placement_of_slot(slot, 1) for slot in range(len(part))],
+                    [placement_of_slot(place, 1) for place in places],
                     pool=self._name,
                     first_page=first_page + start,
                     timeout_s=self._limits.transfer_s,
@@ -239,9 +228,8 @@ class FlatStore:
         return done
 
     def close(self) -> None:
-        """Close both stores."""
-        self._inbound.store.close()
-        self._outbound.store.close()
+        """Close the store."""
+        self._store.close()
 
 
 class LogicalStore:

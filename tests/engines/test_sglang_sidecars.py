@@ -235,6 +235,24 @@ def test_a_strange_pool_is_kept_whole_and_for_its_own_rank(url: str) -> None:
     other.close()
 
 
+def test_a_damaged_page_of_a_sidecar_is_a_miss_and_is_written_anew(url: str, tmp_path: Path) -> None:
+    rank = make_rank(MODEL, url)
+    source = StrangePool()
+    rank.backend.register_mem_host_pool_v2(source, PoolName.SWA)
+    stored = transfer(PoolName.SWA, HASHES[:3], tokens([0, 1, 2], 4))
+    assert rank.backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 3}
+    (path,) = (path for path in tmp_path.rglob("*") if HASHES[1] in path.name and path.is_file())
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    back = transfer(PoolName.SWA, HASHES[:3], tokens([5, 6, 7], 4))
+    assert rank.backend.batch_get_v2([back]) == {PoolName.SWA: [True, False, False]}
+    assert rank.backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 3}
+    assert rank.backend.batch_get_v2([back]) == {PoolName.SWA: [True] * 3}
+    assert torch.equal(source.data[[5, 6, 7]], source.data[[0, 1, 2]])
+    rank.close()
+
+
 def test_more_pages_than_scratch_memory_holds(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sidecars are written without the bound of 128 pages a call."""
     monkeypatch.setattr("hicache_store.engines.sglang_stores.ENGINE_SCRATCH_BYTES", 700)
