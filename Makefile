@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with Python and make: `make demo` and `make test`.
+# Two commands do all that a user needs on a fresh machine with Python and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -19,13 +19,15 @@ export GLOO_SOCKET_IFNAME ?= lo
 
 help:
 	@echo "make demo   a real model's KV written by TP3xPP2 and read by TP1xPP1 through local files,"
-	@echo "            or with STORE=s3 or STORE=redis through a real server that it starts and stops"
-	@echo "make test   lint-free test suite (installs what it needs into $(VENV))"
+	@echo "            or with STORE=s3 or STORE=redis through a real server that it starts and stops;"
+	@echo "            DEMO_ARGS=\"--model random8 --writer tp4pp2 --reader tp2pp1\" for other options of hicache demo"
+	@echo "make test   the test suite (installs what it needs into $(VENV))"
 	@echo "make test-engines  the adapters against the real engines' classes (installs them into $(ENGINES))"
 	@echo "make soak   the long property, kill and topology runs"
 	@echo "make lint   ruff, mypy --strict, import rules"
 	@echo "make bench  ratios against the limits of this machine, measured in one run"
 	@echo "make bench-engines  the SGLang adapter against SGLang's own file backend, in one run"
+	@echo "make clean  removes the environments and caches (not ~/.cache/hicache-demo, the demo's store)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
