@@ -248,6 +248,19 @@ error of 1/sqrt(4096), 1.6 %."""
 REMOVE_BATCH: Final = 256
 """Objects of one batched removal by a tool."""
 
+EXPLAIN_OBJECTS_MAX: Final = 1_000_000
+"""Objects that `hicache explain` walks over unless told otherwise: under a minute at 20,000 a second."""
+
+EXPLAIN_PAGES_MAX: Final = 4_096
+"""Pages explained at once: 262,144 tokens in pages of 64."""
+
+EXPLAIN_ENTRIES_MAX: Final = 65_536
+"""Objects of these pages that are kept and read, all namespaces together."""
+
+EXPLAIN_LISTS_MAX: Final = 256
+"""Lists, one a namespace and page, that are asked for instead of a walk where a storage lists a prefix by
+one request."""
+
 LISTING_WAIT_S: Final = 600.0
 """Longest wait for the next entry of a listing: one that finds nothing passes over everything, 10
 million objects at 20,000 a second."""

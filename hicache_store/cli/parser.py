@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hicache_store import __version__
 from hicache_store.config import parse_duration, parse_size
-from hicache_store.limits import DEFAULT_TIMEOUT_S, KIB, MAINTENANCE_SWEEP_S, MIB
+from hicache_store.limits import DEFAULT_TIMEOUT_S, EXPLAIN_OBJECTS_MAX, KIB, MAINTENANCE_SWEEP_S, MIB
 
 T = TypeVar("T")
 _Adds = Callable[..., argparse.ArgumentParser]
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
         return sub
 
-    for add_command in (_demo, _plan, _ls, _stat, _verify, _rm, _gc, _grids, _doctor, _bench):
+    for add_command in (_demo, _plan, _ls, _stat, _verify, _explain, _rm, _gc, _grids, _doctor, _bench):
         add_command(add)
     return parser
 
@@ -118,6 +118,28 @@ def _verify(add: _Adds) -> None:
         "--repair",
         action="store_true",
         help="remove what is proven bad, if it is still there; restore it where another layer has it sound",
+    )
+
+
+def _explain(add: _Adds) -> None:
+    sub = add("explain", "tell why a prefix misses: its pages under every namespace, and how these differ")
+    sub.add_argument(
+        "--page",
+        nargs="+",
+        metavar="HASH",
+        help="pages, by at least 16 digits of their hashes, in the order of the chain (default: from stdin)",
+    )
+    sub.add_argument(
+        "--like",
+        metavar="MANIFEST",
+        help="the namespace that misses: the start of its digest, or a JSON file that holds its manifest",
+    )
+    sub.add_argument(
+        "--limit",
+        type=_at_least(1),
+        default=EXPLAIN_OBJECTS_MAX,
+        metavar="N",
+        help=f"objects to walk over at most (default {EXPLAIN_OBJECTS_MAX:,})",
     )
 
 
