@@ -338,7 +338,7 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
 
 def _check_version(*, is_allowed: bool) -> None:
     found = importlib.metadata.version("sglang")
-    if found in TESTED_VERSIONS or is_allowed:
+    if found.partition("+")[0] in TESTED_VERSIONS or is_allowed:
         return
     raise ConfigurationError(
         f"SGLang {found} is not among the versions that hicache_store was tested with "

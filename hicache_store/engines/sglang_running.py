@@ -56,7 +56,7 @@ def weights_state() -> tuple[object, object]:
 
     try:
         return context.get_model().model_path, context.get_serving().weight_version
-    except ValueError:
+    except (ValueError, AttributeError):  # nothing published, or another version's names
         return None, None
 
 
