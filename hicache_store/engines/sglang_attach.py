@@ -272,12 +272,13 @@ def _layers_of_rank(shape: PoolShape, site: Site) -> tuple[Span, int]:
         return Span(0, shape.layers), shape.layers
     total = agreed("num_layers", running.num_layers, given, "number of layers")
     start, stop = running.stage or (shape.start_layer, shape.start_layer + shape.layers)
-    if stop - start == shape.layers and stop <= total and shape.start_layer == start:
+    if running.layer_ids is not None:
+        ids = running.layer_ids
+        first, last = (sum(1 for layer in ids if layer < end) for end in (start, stop))
+        if last - first == shape.layers:
+            return Span(first, last), len(ids)
+    elif stop - start == shape.layers and stop <= total and shape.start_layer == start:
         return Span(start, stop), total
-    ids = running.layer_ids or ()
-    first, last = (sum(1 for layer in ids if layer < end) for end in (start, stop))
-    if ids and last - first == shape.layers:
-        return Span(first, last), len(ids)
     raise TopologyError(
         f"stage {place.pp_rank} of {place.pp_size} has {shape.layers} layers from layer {shape.start_layer} "
         f"on, the model says layers {start} to {stop} of {total}; its layers cannot be told apart: run it "
@@ -290,7 +291,9 @@ def _model_of(shape: PoolShape, total: int, site: Site) -> ModelKV:
     dtype = DType.of(logical_dtype(shape.dtype, running.kv_dtype, options.dtype))
     if shape.is_latent:
         return ModelKV(total, 1, shape.parts, dtype, Attention.MLA)
-    heads = agreed("total_kv_heads", running.total_kv_heads, options.total_kv_heads, "number of KV heads")
+    # The operator's word wins: where layers differ in heads, the model tells those of one kind only.
+    told = running.total_kv_heads if options.total_kv_heads is None else options.total_kv_heads
+    heads = agreed("total_kv_heads", told, None, "number of KV heads")
     return ModelKV(total, heads, shape.parts, dtype, Attention.GQA)
 
 

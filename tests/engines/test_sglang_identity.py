@@ -324,8 +324,20 @@ def test_dummy_weights_have_no_identity_of_their_own(url: str, checkpoint: Path)
 
 
 def test_a_key_that_contradicts_the_running_model_refuses(url: str, checkpoint: Path) -> None:
-    with published(checkpoint), pytest.raises(IdentityError, match="the running model has"):
-        make_rank(MODEL, url, **TOLD | {"total_kv_heads": 4})
+    with published(checkpoint):
+        with pytest.raises(IdentityError, match="the running model has number of layers 6"):
+            make_rank(MODEL, url, pp_size=2, **TOLD | {"num_layers": 8})
+        with pytest.raises(TopologyError, match="correct total_kv_heads"):
+            make_rank(MODEL, url, **TOLD | {"total_kv_heads": 4})
+
+
+def test_heads_of_layers_that_the_model_does_not_tell_can_be_given(url: str, checkpoint: Path) -> None:
+    """A pool whose layers have other heads than the model tells refuses, until the operator gives theirs."""
+    model = other(MODEL, heads=4)
+    with published(checkpoint):
+        with pytest.raises(TopologyError, match="correct total_kv_heads"):
+            make_rank(model, url, tp_size=2, **TOLD)
+        make_rank(model, url, tp_size=2, **TOLD | {"total_kv_heads": 4}).close()
 
 
 def test_weights_replaced_while_attached_stop_the_store(url: str, checkpoint: Path) -> None:

@@ -144,13 +144,14 @@ def test_packed_drafts_come_back_bit_for_bit(tmp_path: Path) -> None:
 def test_hybrid_models_count_their_full_attention_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pools of such models start at layer 0 on every stage and hold a subset: the model tells which."""
+    """Pools of such models start at layer 0 on every stage and hold a subset: the model tells which. A stage
+    that is all full attention counts in the same way."""
     url, whole = _url(tmp_path), other(MODEL, layers=3)
     hashes = whole.hashes(3)
 
     def told(pp_rank: int, pp_size: int) -> RunningModel:
-        stage = ((0, 6), (6, 12))[pp_rank] if pp_size == 2 else (0, 12)
-        return RunningModel(layer_ids=(3, 7, 11), stage=stage, num_layers=12)
+        stage = ((0, 1), (1, 12))[pp_rank] if pp_size == 2 else (0, 12)
+        return RunningModel(layer_ids=(0, 7, 11), stage=stage, num_layers=12)
 
     monkeypatch.setattr(adapter, "running_model", told)
     for pp, layers in ((0, slice(0, 1)), (1, slice(1, 3))):
