@@ -50,7 +50,8 @@ class CapturingTarget:
         self._parts: Sequence[Part] = ()
 
     def parts(self) -> Sequence[Part]:
-        """The inner target's."""
+        """The inner target's; what an earlier try captured is forgotten."""
+        self.data = None
         self._parts = self._inner.parts()
         return self._parts
 
@@ -84,7 +85,8 @@ class CapturingSource:
         self._size_bytes = size_bytes
 
     def buffers(self) -> Sequence[memoryview]:
-        """The inner source's."""
+        """The inner source's; what an earlier try captured is forgotten."""
+        self.data = None
         views = self._inner.buffers()
         self.data = joined(views, self._size_bytes)
         return views

@@ -143,19 +143,26 @@ class _Race:
 
 
 class _RacingTarget:
-    """The target of a read, as one of two attempts sees it."""
+    """The target of a read, as one of two attempts sees it.
+
+    An attempt that had the parts may take them again, as layers and retries do: each landing is waited
+    for and judged by itself, and none begins once the race is sealed.
+    """
 
     def __init__(self, race: _Race, number: int) -> None:
         self._race = race
         self._number = number
+        self._is_held = False
 
     def parts(self) -> Sequence[Part]:
         """The parts, for the first who asks."""
         race = self._race
         with race.changed:
             if race.is_sealed or race.winner not in (None, self._number):
-                raise _LostError("the other read of the pair was faster")
+                raise _LostError("the other read of the pair was faster, or the call is over")
             race.winner = self._number
+            race.is_released, race.complaint = False, "not checked"
+        self._is_held = True
         return race.read.target.parts()
 
     def check(self) -> str | None:
@@ -165,10 +172,11 @@ class _RacingTarget:
         return complaint
 
     def release(self) -> None:
-        """Give back the parts, if this attempt had them."""
+        """Give back the parts, if this attempt has them."""
         race = self._race
-        if race.winner != self._number:
+        if not self._is_held:
             return
+        self._is_held = False
         try:
             race.read.target.release()
         finally:
