@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import uuid
+from urllib.parse import quote
 
 import pytest
-from cli_place import CONFIG, GRID, PAGE_SIZE, StorePlace, page_hash, run_json, run_text, soon
+from cli_place import CONFIG, DRAFT, GRID, PAGE_SIZE, StorePlace, page_hash, run_json, run_text, soon
 
 from hicache_store.cli import explain, output
 from hicache_store.cli.main import main
 from hicache_store.config import parse_url
-from hicache_store.connectors import redis_connector
+from hicache_store.connectors import local, memory
+from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.grid import Grid
 from hicache_store.layout.model import ModelKV
 from hicache_store.layout.names import ObjectName, manifest_key
@@ -21,6 +23,7 @@ from hicache_store.layout.weights import WeightsIdentity
 from hicache_store.metrics import Metrics
 from hicache_store.store import manifest
 from hicache_store.testing.redis_servers import RedisServer
+from hicache_store.testing.servers import S3Endpoint
 
 PAGES = [page_hash(number) for number in range(4)]
 FP8 = ModelKV.dense(num_layers=4, num_kv_heads=4, head_dim=8, dtype="float8_e4m3fn")
@@ -30,23 +33,17 @@ FP8_SERVER = namespace(CONFIG, WeightsIdentity.operator("w2"), FP8.facts(PAGE_SI
 
 @pytest.fixture(params=["memory", "file", "redis"])
 def place(request, tmp_path):
-    """As elsewhere, and on a Redis server too."""
-    if request.param != "redis":
-        yield from _place(request.param, tmp_path)
-        return
-    server: RedisServer = request.getfixturevalue("redis_single")
-    url = f"redis://{server.address}/0?prefix={uuid.uuid4().hex}:"
-    connector = redis_connector.connect(parse_url(url))
-    yield StorePlace(url, connector)
-    connector.close()
-
-
-def _place(kind, tmp_path):
-    from hicache_store.connectors import local, memory  # noqa: PLC0415
-
-    url = f"memory://{tmp_path}" if kind == "memory" else f"file://{tmp_path}/store"
-    connect = memory.connect if kind == "memory" else local.connect
-    connector = connect(parse_url(url if kind == "memory" else f"{url}?sweep=0&quota=1GiB"))
+    """An empty store, as elsewhere, and on a Redis server too."""
+    if request.param == "memory":
+        url = f"memory://{tmp_path}"
+        connector = memory.connect(parse_url(url))
+    elif request.param == "file":
+        url = f"file://{tmp_path}/store"
+        connector = local.connect(parse_url(f"{url}?sweep=0&quota=1GiB"))
+    else:
+        server: RedisServer = request.getfixturevalue("redis_single")
+        url = f"redis://{server.address}/0?prefix={uuid.uuid4().hex}:"
+        connector = open_connector(url)
     yield StorePlace(url, connector)
     connector.close()
 
@@ -176,8 +173,6 @@ def test_a_namespace_without_its_manifest_cannot_be_judged_or_compared(place, ca
 
 
 def test_sidecar_pools_are_named_and_make_no_page(place, capsys) -> None:
-    from cli_place import DRAFT  # noqa: PLC0415
-
     made = place.add_namespace(pages=0)
     place.put(made, 0, DRAFT.page_box, DRAFT)
     found = run_json(capsys, "explain", place.url, "--page", PAGES[0])
@@ -227,6 +222,43 @@ def test_objects_kept_are_bounded(place, capsys, monkeypatch) -> None:
     place.add_namespace(pages=2)
     found = run_json(capsys, "explain", place.url, "--page", *PAGES[:2], code=1)
     assert found["stopped"] == "3 objects of these pages were looked at, and there are more"
+
+
+def test_a_storage_that_lists_by_prefix_is_not_walked(
+    moto_endpoint: S3Endpoint, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for name, value in moto_endpoint.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"explain-{uuid.uuid4().hex[:12]}"
+    moto_endpoint.make_bucket(bucket)
+    url = f"s3://{bucket}/kv"
+    place = StorePlace(url, open_connector(url))
+    made, other = place.add_namespace("mine", pages=4), place.add_namespace("theirs", pages=0)
+    found = run_json(capsys, "explain", url, "--like", other.digest, "--page", *PAGES[:2])
+    assert found["leading_pages"] == {made.digest: 2, other.digest: 0}
+    assert found["objects_looked_at"] == 4
+    walked = run_json(capsys, "explain", url, "--page", PAGES[0][:20])  # a start may be of any prefix
+    assert walked["objects_looked_at"] == 8
+    place.connector.close()
+
+
+def test_layers_are_looked_through_together(tmp_path, capsys) -> None:
+    """One object of the page lies in each layer, as after an eviction from either."""
+    urls = [f"file://{tmp_path}/{name}?sweep=0&quota=1GiB" for name in ("fast", "slow")]
+    fast, slow = (StorePlace(url, open_connector(url)) for url in urls)
+    made = slow.add_namespace(pages=1)
+    moved = slow.keys[0]
+    fast.write(moved, bytes(slow.read(moved)))
+    slow.connector.delete([moved], soon())
+    url = "layered:?fast={}&slow={}".format(*(quote(one, safe="") for one in urls))
+    found = run_json(capsys, "explain", url, "--page", PAGES[0])
+    assert _states(found, PAGES[0]) == {made.digest: "whole"}
+    assert found["pages"][0]["namespaces"][0]["objects"] == 2
+    assert _states(run_json(capsys, "explain", urls[1], "--page", PAGES[0]), PAGES[0]) == {
+        made.digest: "partial"
+    }
+    for one in (fast, slow):
+        one.connector.close()
 
 
 @pytest.mark.parametrize(
