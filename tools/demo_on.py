@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             program = Path(place.daemon.command[0]).name
             print(f"demo_on: {program} runs as process {place.daemon.pid}", file=sys.stderr)
             command = [sys.executable, "-m", "hicache_store.cli.main", "demo", "--store", place.url]
+            command.append("--store-ends")
             environment = {**os.environ, **place.environment}
             return subprocess.run([*command, *argv[1:]], env=environment, check=False).returncode
     except (MissingServerError, StartError) as error:

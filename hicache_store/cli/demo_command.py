@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import textwrap
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from hicache_store.cli.output import Output, count_text, printable, size_text
+from hicache_store.cli.demo_text import report_lines
+from hicache_store.cli.invocation import invocation
+from hicache_store.cli.masking import masked
+from hicache_store.cli.output import DIGEST_DIGITS, Output
 from hicache_store.errors import ConfigurationError
 from hicache_store.layout.parallel import ParallelSpec
-
-if TYPE_CHECKING:
-    from hicache_store.demo.report import DemoReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ _DEFAULTS: Final = {
     "random8": _Defaults("tp4pp2", "tp2pp1", 2048),
 }
 _STORE_QUOTA: Final = "4GiB"
+_WIDTH_MAX: Final = 110
 
 
 def run(args: Namespace, out: Output) -> int:
-    """Run it; exit code 1 when the answer is not the one that was due."""
+    """Run it; exit code 1 when less was restored than possible, or the answer is not the one that was due."""
     demo = _load("hicache_store.demo.run")
     weights = _load("hicache_store.demo.weights")
     defaults = _DEFAULTS[args.model]
@@ -45,21 +46,22 @@ def run(args: Namespace, out: Output) -> int:
         args.prompt_tokens or defaults.prompt_tokens,
         args.store or default_store(),
         is_control=args.control,
-        progress=out.note,
+        progress=_timed(out),
     )
     out.document(report.to_json())
-    for line in _lines(report, min(out.width, 110)):
+    for line in report_lines(report, min(out.width, _WIDTH_MAX)):
         out.line(line)
-    return 0 if is_as_due(report) else 1
+    if not (report.is_control or args.store_ends):
+        url, digest = masked(args.store or default_store()), report.namespace[:DIGEST_DIGITS]
+        out.line(f"next       {invocation('stat', url)}")
+        out.line(f"           {invocation('rm', url, '--namespace', digest)}")
+    return 0 if report.is_as_due else 1
 
 
-def is_as_due(report: DemoReport) -> bool:
-    """Whether the tokens are equal; of a control, whether altered bytes changed them unverified, and a
-    verifying reader took none of them."""
-    if not report.is_control:
-        return report.tokens_equal
-    is_refused = report.verified_restored_tokens == 0 and report.verified_tokens_equal is True
-    return is_refused and not report.tokens_equal
+def _timed(out: Output) -> Callable[[str], None]:
+    """Say each step with the seconds since the run began: the distance to the next tells how long it took."""
+    begun = time.monotonic()
+    return lambda text: out.note(f"{time.monotonic() - begun:4.0f} s  {text}")
 
 
 def default_store() -> str:
@@ -77,54 +79,3 @@ def _load(module: str) -> Any:
         raise ConfigurationError(
             f"the demo needs {error.name!r}, which is not installed; install 'hicache-store[demo]'"
         ) from error
-
-
-def _lines(report: DemoReport, width: int) -> Iterator[str]:
-    yield f"{report.model}: {report.writer} writes, {report.reader} reads, by {report.store}"
-    yield from _quoted("prompt", f"{report.prompt_head} ... {report.prompt_tail}", width)
-    yield (
-        f"stored     {count_text(report.objects, 'object')}, {size_text(report.bytes)}, for "
-        f"{count_text(report.pages, 'page')} of {report.page_size} tokens; this run wrote "
-        f"{count_text(report.objects_written, 'object')}, {size_text(report.bytes_written)}"
-    )
-    read = f"{count_text(report.read_objects, 'object')}, {size_text(report.read_bytes)}"
-    yield (
-        f"restored   {report.restored_tokens:,} of {report.prompt_tokens:,} prompt tokens, from {read}, "
-        f"in {report.restore_s:.3f} s"
-    )
-    if report.restore_end:
-        yield f"           ended early: {report.restore_end}"
-    ratio = report.ttft_cold_s / report.ttft_warm_s
-    yield (
-        f"ttft       {report.ttft_cold_s:.3f} s without the store, {report.ttft_warm_s:.3f} s with it: "
-        f"{ratio:.1f} times faster"
-    )
-    yield from _quoted("answer", report.continuation, width)
-    yield from (_control_lines if report.is_control else _equality_lines)(report)
-
-
-def _equality_lines(report: DemoReport) -> Iterator[str]:
-    verdict = "equal" if report.tokens_equal else "NOT EQUAL"
-    yield f"tokens     {verdict} to the answer without the store, {report.compared_tokens} greedy ones"
-    yield (
-        f"           least margin of a choice {report.min_logit_margin:.3g}, largest difference of a logit "
-        f"{report.max_logit_difference:.2g}"
-    )
-
-
-def _control_lines(report: DemoReport) -> Iterator[str]:
-    changed = "changed the answer" if not report.tokens_equal else "DID NOT CHANGE the answer"
-    yield f"control    altered bytes, read without verification, {changed}"
-    same = "equal" if report.verified_tokens_equal else "NOT EQUAL"
-    yield (
-        f"           with verification {report.verified_restored_tokens} of their tokens were taken, and the "
-        f"answer is {same} to that without the store"
-    )
-
-
-def _quoted(label: str, text: str, width: int) -> Iterator[str]:
-    wrapped = textwrap.wrap(
-        printable(" ".join(text.split())), width - 11, max_lines=6, placeholder=" ..."
-    ) or [""]
-    yield f"{label:<10} {wrapped[0]}"
-    yield from (" " * 11 + line for line in wrapped[1:])

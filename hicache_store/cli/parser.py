@@ -62,6 +62,8 @@ def _demo(add: _Adds) -> None:
     sub.add_argument(
         "--control", action="store_true", help="alter the stored bytes, which must change the answer"
     )
+    # For who starts a storage for one run alone: nothing is left to look at afterwards.
+    sub.add_argument("--store-ends", action="store_true", help=argparse.SUPPRESS)
 
 
 def _plan(add: _Adds) -> None:

@@ -25,7 +25,9 @@ from typing import Final, Self
 from hicache_store.clock import Deadline
 from hicache_store.demo.cut import cut_of
 from hicache_store.demo.messages import MESSAGE_BYTES_MAX, GroupSpec, Message, decode, encode, spec_to_message
+from hicache_store.demo.weights import ModelConfig
 from hicache_store.errors import DeadlineExceededError, HandleError, HicacheError, TopologyError
+from hicache_store.layout.parallel import ParallelSpec, Rank
 from hicache_store.layout.weights import WeightsIdentity
 from hicache_store.store import PageState
 
@@ -123,6 +125,18 @@ class _RankProcess:
         return _Failure(self.label, f"the process is gone, exit code {self.process.exitcode}", True)
 
 
+def checked_ranks(config: ModelConfig, parallel: ParallelSpec, page_size: int) -> list[Rank]:
+    """The ranks of ``parallel``; :class:`TopologyError` when there are too many or the model cannot be
+    divided so."""
+    count = parallel.tp_size * parallel.pp_size * parallel.cp_size
+    if count > RANKS_MAX:
+        raise TopologyError(f"{parallel.label} needs {count} processes; use at most {RANKS_MAX} ranks")
+    ranks = list(parallel.ranks())
+    for rank in ranks:
+        cut_of(config, config.kv().pool(page_size), parallel, rank)
+    return ranks
+
+
 class RankGroup:
     """Running ranks. Use as a context manager; not thread-safe."""
 
@@ -138,12 +152,8 @@ class RankGroup:
 
         Raises :class:`TopologyError` before anything is started when the model cannot be divided so.
         """
-        ranks = spec.ranks()
-        if len(ranks) > RANKS_MAX:
-            raise TopologyError(f"{spec.parallel.label} needs {len(ranks)} processes; at most {RANKS_MAX}")
         config, _ = spec.model.open()
-        for rank in ranks:
-            cut_of(config, config.kv().pool(spec.page_size), spec.parallel, rank)
+        ranks = checked_ranks(config, spec.parallel, spec.page_size)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOAD])
         folder = Path(tempfile.mkdtemp(prefix="hicache-demo-"))

@@ -6,6 +6,7 @@ import hashlib
 
 from hicache_store.demo.weights import ModelConfig, ModelSource
 from hicache_store.layout.namespace import Namespace, namespace
+from hicache_store.layout.parallel import ParallelSpec
 from hicache_store.layout.weights import WeightsIdentity, local_weights
 
 
@@ -17,6 +18,12 @@ def weights_identity(source: ModelSource) -> WeightsIdentity:
     _, weights = source.open()
     digest = hashlib.sha256(weights.read("blk.0.attn_k.weight").tobytes()).hexdigest()
     return WeightsIdentity.operator(f"random/{source.seed}/{digest}")
+
+
+def demo_tenant(writer: ParallelSpec, *, is_control: bool) -> str:
+    """A demo's own tenant: pages that one topology wrote are told from those of another, which the store
+    would serve alike, and altered ones from honest ones."""
+    return f"hicache-demo{'-control' if is_control else ''}-{writer.label}"
 
 
 def demo_namespace(config: ModelConfig, weights: WeightsIdentity, page_size: int, tenant: str) -> Namespace:

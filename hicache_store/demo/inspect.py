@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hicache_store.clock import Deadline
-from hicache_store.connectors.base import BufferSource, BufferTarget, Connector, Entry, Read, Write
+from hicache_store.connectors.base import BufferSource, BufferTarget, Connector, Entry, Read, Status, Write
 from hicache_store.errors import ConfigurationError, HicacheError
 from hicache_store.layout.box import Box
 from hicache_store.layout.model import Pool
-from hicache_store.layout.names import FORMAT, ObjectName
+from hicache_store.layout.names import FORMAT, META_PREFIX, ObjectName
 
 
 def stored_objects(connector: Connector, namespace: str, hashes: Sequence[str]) -> list[Entry]:
@@ -19,6 +19,18 @@ def stored_objects(connector: Connector, namespace: str, hashes: Sequence[str]) 
     wanted = set(hashes)
     found = connector.scan(f"{FORMAT}/{namespace}/")
     return [entry for entry in found if ObjectName.parse(entry.key).page_hash in wanted]
+
+
+def remove_namespace(connector: Connector, namespace: str, deadline: Deadline) -> None:
+    """Remove every object of ``namespace``, then its manifest and markers.
+
+    Raises :class:`HicacheError` when something stays.
+    """
+    for prefix in (f"{FORMAT}/{namespace}/", f"{META_PREFIX}/{namespace}/"):
+        keys = [entry.key for entry in connector.scan(prefix)]
+        for key, outcome in zip(keys, connector.delete(keys, deadline), strict=True):
+            if not outcome.is_ok and outcome.status is not Status.ABSENT:
+                raise HicacheError(f"{key} could not be removed: {outcome.status.value} {outcome.detail}")
 
 
 def negate(connector: Connector, pool: Pool, entries: Sequence[Entry], deadline: Deadline) -> None:

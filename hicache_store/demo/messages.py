@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from hicache_store.demo.weights import ModelConfig, ModelSource
 from hicache_store.errors import HicacheError
-from hicache_store.layout.parallel import ParallelSpec, Rank
+from hicache_store.layout.parallel import ParallelSpec
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -57,10 +57,6 @@ class GroupSpec:
     """Tokens of one prefill step; stages work on different chunks at the same time."""
     collective_timeout_s: float = 120.0
     """Longest wait of a rank for its peers."""
-
-    def ranks(self) -> list[Rank]:
-        """The ranks in the order of their numbers."""
-        return list(self.parallel.ranks())
 
 
 def spec_to_message(spec: GroupSpec) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hicache_store.demo.tokenizer import Tokenizer
@@ -27,6 +27,10 @@ _WORKS: Final = (
 )  # fmt: skip
 
 
+EXCERPT: Final = 240
+"""Characters of a prompt's head and tail in a report: its opening, and its whole question."""
+
+
 def _entries(seed: int) -> Iterator[str]:
     chance = random.Random(seed)  # noqa: S311  (no secret)
     day = 0
@@ -37,6 +41,20 @@ def _entries(seed: int) -> Iterator[str]:
             f"We saw {chance.choice(_SIGHTS)} and {chance.choice(_WORKS)}. "
             f"The ship made {chance.randrange(3, 180)} miles.\n"
         )
+
+
+def prompt_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The words of a prompt of :func:`build_prompt`, without what a chat template puts around them."""
+    text = tokenizer.decode(tokens)
+    return text[text.index(_OPENING) : text.rindex(_QUESTION) + len(_QUESTION)]
+
+
+def excerpts(text: str, letters: int = EXCERPT) -> tuple[str, str]:
+    """Whole words of the beginning and of the end, ``letters`` of each at most; of a text that has no more
+    than both, all of it and nothing."""
+    if len(text) <= 2 * letters:
+        return text, ""
+    return text[:letters].rpartition(" ")[0], text[-letters:].partition(" ")[2]
 
 
 def build_prompt(tokenizer: Tokenizer, count: int, seed: int = 0) -> list[int]:

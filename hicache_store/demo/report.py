@@ -17,13 +17,18 @@ class DemoReport:
     """
 
     model: str
+    has_random_weights: bool
+    """So that its text means nothing."""
     writer: str
     reader: str
     store: str
+    namespace: str
+    """The digest of the namespace that holds the writer's pages."""
     page_size: int
     prompt_tokens: int
     prompt_head: str
     prompt_tail: str
+    """Empty when the head is all of it."""
     continuation: str
     compared_tokens: int
     tokens_equal: bool
@@ -54,6 +59,24 @@ class DemoReport:
     verified_restored_tokens: int | None
     """Control only: what a verifying reader accepted of the altered objects."""
     verified_tokens_equal: bool | None
+    verified_continuation: str | None
+
+    @property
+    def restorable_tokens(self) -> int:
+        """Those of full pages that leave at least one token to compute: its output chooses the first new
+        one."""
+        return (self.prompt_tokens - 1) // self.page_size * self.page_size
+
+    @property
+    def is_as_due(self) -> bool:
+        """Whether everything was restored and the tokens are equal; of a control, whether altered bytes
+        changed them unverified, and a verifying reader took none of them."""
+        if self.restored_tokens < self.restorable_tokens:
+            return False
+        if not self.is_control:
+            return self.tokens_equal
+        is_refused = self.verified_restored_tokens == 0 and self.verified_tokens_equal is True
+        return is_refused and not self.tokens_equal
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""

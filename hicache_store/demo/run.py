@@ -12,15 +12,16 @@ from typing import Final
 
 from hicache_store.clock import Deadline
 from hicache_store.config import parse_url, redacted
+from hicache_store.connectors.base import Connector, Entry
 from hicache_store.connectors.registry import open_connector
-from hicache_store.demo.group import Generation, RankGroup, StoreAccess
-from hicache_store.demo.identity import demo_namespace, weights_identity
-from hicache_store.demo.inspect import negate, stored_objects
+from hicache_store.demo.group import Generation, RankGroup, StoreAccess, checked_ranks
+from hicache_store.demo.identity import demo_namespace, demo_tenant, weights_identity
+from hicache_store.demo.inspect import negate, remove_namespace, stored_objects
 from hicache_store.demo.messages import GroupSpec
-from hicache_store.demo.prompt import build_prompt
+from hicache_store.demo.prompt import build_prompt, excerpts, prompt_text
 from hicache_store.demo.report import Answers, DemoReport, Written
-from hicache_store.demo.tokenizer import tokenizer_of
-from hicache_store.demo.weights import ModelSource
+from hicache_store.demo.tokenizer import Tokenizer, tokenizer_of
+from hicache_store.demo.weights import ModelConfig, ModelSource
 from hicache_store.errors import ConfigurationError
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.layout.parallel import ParallelSpec
@@ -29,10 +30,6 @@ TIMEOUT_S: Final = 900.0
 """Longest wait for one step of the demo: a cold 8,192-token prompt on a busy machine."""
 WARM_UP_TOKENS: Final = 512
 """Two prefill chunks: every code path and most allocations of a longer prompt."""
-EXCERPT: Final = 320
-"""Characters of the prompt's head and tail in a report."""
-
-_TENANT, _CONTROL_TENANT = "hicache-demo", "hicache-demo-control"
 
 Progress = Callable[[str], None]
 
@@ -42,13 +39,24 @@ class _Run:
     """One run's fixed facts."""
 
     source: ModelSource
+    config: ModelConfig
+    tokenizer: Tokenizer
     tokens: list[int]
-    warm_up: list[int]
     new_tokens: int
     page_size: int
     access: StoreAccess
     timeout_s: float
     progress: Progress
+
+    @property
+    def hashes(self) -> list[str]:
+        """The pages of the prompt."""
+        return page_hashes(self.tokens, self.page_size)
+
+    @property
+    def namespace(self) -> str:
+        """The digest of the namespace that holds them."""
+        return demo_namespace(self.config, self.access.weights, self.page_size, self.access.tenant).digest
 
     def group(self, parallel: ParallelSpec, role: str, seed: int) -> RankGroup:
         pages = -(-(len(self.tokens) + self.new_tokens) // self.page_size)
@@ -61,7 +69,9 @@ class _Run:
     def write(self, parallel: ParallelSpec) -> Written:
         with self.group(parallel, "writer", seed=1) as group:
             group.attach(self.access, self.timeout_s)
-            self.progress(f"writer {parallel.label}: computing {len(self.tokens)} prompt tokens")
+            self.progress(
+                f"writer {parallel.label}: computing what is not stored of {len(self.tokens):,} prompt tokens"
+            )
             generation = group.generate(self.tokens, 1, self.timeout_s, restore=True)
             self.progress(f"writer {parallel.label}: storing pages")
             return Written(generation, group.backup(self.tokens, self.timeout_s))
@@ -74,7 +84,8 @@ class _Run:
                 return group.generate(self.tokens, self.new_tokens, self.timeout_s, restore=restore)
 
             self.progress(f"reader {parallel.label}: warming up on another prompt")
-            group.generate(self.warm_up, 2, self.timeout_s)
+            warm_up = build_prompt(self.tokenizer, min(len(self.tokens), WARM_UP_TOKENS), seed=1)
+            group.generate(warm_up, 2, self.timeout_s)
             self.progress(f"reader {parallel.label}: answering without the store")
             cold = answer(restore=False)
             self.progress(f"reader {parallel.label}: answering with the stored prefix")
@@ -85,6 +96,50 @@ class _Run:
             self.progress(f"reader {parallel.label}: answering with verification")
             group.attach(self.access, self.timeout_s)
             return Answers(cold, warm, answer(restore=True))
+
+    def seen(
+        self, writer: ParallelSpec, reader: ParallelSpec, connector: Connector, *, is_control: bool
+    ) -> DemoReport:
+        """Write, alter if this is a control, read, and tell."""
+        written = self.write(writer)
+        entries = stored_objects(connector, self.namespace, self.hashes)
+        if is_control:
+            self.progress("altering the stored objects")
+            pool = self.config.kv().pool(self.page_size)
+            negate(connector, pool, entries, Deadline.after(self.timeout_s))
+        answers = self.read(reader, is_control=is_control)
+        return self._report(writer, reader, entries, written, answers)
+
+    def _report(
+        self,
+        writer: ParallelSpec,
+        reader: ParallelSpec,
+        entries: list[Entry],
+        written: Written,
+        answers: Answers,
+    ) -> DemoReport:
+        head, tail = excerpts(prompt_text(self.tokenizer, self.tokens))
+        verified = answers.verified
+        return DemoReport(
+            model=self.source.name,
+            has_random_weights=self.source.path is None,
+            writer=writer.label,
+            reader=reader.label,
+            store=redacted(self.access.url),
+            namespace=self.namespace,
+            page_size=self.page_size,
+            prompt_tokens=len(self.tokens),
+            prompt_head=head,
+            prompt_tail=tail,
+            continuation=self.tokenizer.decode(answers.warm.tokens),
+            pages=len(self.hashes),
+            objects=len(entries),
+            bytes=sum(entry.size_bytes for entry in entries),
+            is_control=verified is not None,
+            verified_continuation=None if verified is None else self.tokenizer.decode(verified.tokens),
+            **written.to_report(),
+            **answers.to_report(),
+        )
 
 
 def run_demo(
@@ -102,14 +157,18 @@ def run_demo(
 ) -> DemoReport:
     """Write a prompt's KV with ``writer`` ranks, continue from it with ``reader`` ranks, and compare.
 
-    With ``is_control`` the stored elements are negated in between and the reader does not verify, so
-    that its tokens must differ, then it verifies and must take none of them; the control keeps to a
-    tenant of its own and removes its objects. Raises :class:`ConfigurationError` for what cannot work,
+    The pages belong to the writer's topology: another call with it finds them, one with another writer
+    does not. With ``is_control`` the stored elements are negated in between and the reader does not
+    verify, so that its tokens must differ, then it verifies and must take none of them; the control keeps
+    to a namespace of its own and removes it. Raises :class:`ConfigurationError` for what cannot work,
+    before any process is started or token computed,
     :class:`~hicache_store.demo.group.RankError` or :class:`DeadlineExceededError` for ranks that fail.
     """
     if parse_url(store_url).scheme == "memory":
         raise ConfigurationError("memory:// is private to one process and ranks are many; use file://")
     config, _ = source.open()
+    for parallel in (writer, reader):
+        checked_ranks(config, parallel, page_size)
     if prompt_tokens + new_tokens > config.context:
         raise ConfigurationError(
             f"{prompt_tokens} prompt and {new_tokens} new tokens exceed the context of {config.context}; "
@@ -117,39 +176,15 @@ def run_demo(
         )
     tokenizer = tokenizer_of(source)
     tokens = build_prompt(tokenizer, prompt_tokens)
-    warm_up = build_prompt(tokenizer, min(prompt_tokens, WARM_UP_TOKENS), seed=1)
-    access = StoreAccess(store_url, weights_identity(source), _CONTROL_TENANT if is_control else _TENANT)
-    run = _Run(source, tokens, warm_up, new_tokens, page_size, access, timeout_s, progress)
-    hashes = page_hashes(tokens, page_size)
-    namespace = demo_namespace(config, access.weights, page_size, access.tenant)
     connector = open_connector(store_url)
     try:
-        written = run.write(writer)
-        entries = stored_objects(connector, namespace.digest, hashes)
-        if is_control:
-            progress("altering the stored objects")
-            negate(connector, config.kv().pool(page_size), entries, Deadline.after(timeout_s))
-        answers = run.read(reader, is_control=is_control)
+        tenant = demo_tenant(writer, is_control=is_control)
+        access = StoreAccess(store_url, weights_identity(source), tenant)
+        run = _Run(source, config, tokenizer, tokens, new_tokens, page_size, access, timeout_s, progress)
+        try:
+            return run.seen(writer, reader, connector, is_control=is_control)
+        finally:
+            if is_control:
+                remove_namespace(connector, run.namespace, Deadline.after(timeout_s))
     finally:
-        if is_control:
-            left = stored_objects(connector, namespace.digest, hashes)
-            connector.delete([entry.key for entry in left], Deadline.after(timeout_s))
         connector.close()
-    text = tokenizer.decode(tokens)
-    return DemoReport(
-        model=source.name,
-        writer=writer.label,
-        reader=reader.label,
-        store=redacted(store_url),
-        page_size=page_size,
-        prompt_tokens=prompt_tokens,
-        prompt_head=text[:EXCERPT],
-        prompt_tail=text[-EXCERPT:],
-        continuation=tokenizer.decode(answers.warm.tokens),
-        pages=len(hashes),
-        objects=len(entries),
-        bytes=sum(entry.size_bytes for entry in entries),
-        is_control=is_control,
-        **written.to_report(),
-        **answers.to_report(),
-    )

@@ -14,6 +14,9 @@ from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.box import Box, Span
 from hicache_store.layout.model import Pool
 
+_BETWEEN = r"(?:\s*x\s*)?"
+_TOPOLOGY = re.compile(rf"(?:tp(\d+))?(?:{_BETWEEN}pp(\d+))?(?:{_BETWEEN}cp(\d+))?")
+
 HeadMap = tuple[tuple[int, int], ...]
 """One (start, stop) pair of heads for each tensor-parallel rank."""
 
@@ -73,9 +76,9 @@ class ParallelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ParallelSpec:
-        """The spec of ``tp4pp2`` or ``tp4pp2cp2``; sizes left out are 1."""
-        match = re.fullmatch(r"(?:tp(\d+))?(?:pp(\d+))?(?:cp(\d+))?", text.strip().lower())
-        if match is None or not text.strip():
+        """The spec of ``tp4pp2``, ``TP4 x PP2`` or ``tp4pp2cp2``; sizes left out are 1."""
+        match = _TOPOLOGY.fullmatch(text.strip().lower())
+        if match is None or not any(match.groups()):
             raise ConfigurationError(f"{text!r} is not a topology; write tp4pp2, tp1 or tp2pp2cp2")
         tp, pp, cp = (int(size) if size else 1 for size in match.groups())
         return cls(tp, pp, cp)
@@ -148,7 +151,7 @@ def head_spans(num_heads: int, spec: ParallelSpec) -> tuple[Span, ...]:
     divisors = [str(d) for d in range(1, num_heads + 1) if num_heads % d == 0]
     raise TopologyError(
         f"{num_heads} KV heads cannot be split over tensor-parallel size {tp}; "
-        f"use {', '.join(divisors)}, a multiple of {num_heads}, or give a head map"
+        f"use {', '.join(divisors)}, or a multiple of {num_heads}"
     )
 
 

@@ -13,14 +13,14 @@ from hicache_store.clock import Deadline
 from hicache_store.connectors.base import Entry
 from hicache_store.connectors.registry import open_connector
 from hicache_store.demo.group import RankError, RankGroup, StoreAccess
-from hicache_store.demo.identity import demo_namespace, weights_identity
+from hicache_store.demo.identity import demo_namespace, demo_tenant, weights_identity
 from hicache_store.demo.inspect import stored_objects
-from hicache_store.demo.prompt import build_prompt
+from hicache_store.demo.prompt import build_prompt, excerpts, prompt_text
 from hicache_store.demo.report import DemoReport
 from hicache_store.demo.run import run_demo
 from hicache_store.demo.tokenizer import BpeTokenizer, ByteTokenizer
 from hicache_store.demo.weights import ModelSource, model_named, random8, smollm2
-from hicache_store.errors import ConfigurationError
+from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.layout.names import ObjectName
 from hicache_store.layout.parallel import ParallelSpec
@@ -65,6 +65,7 @@ def test_another_topology_continues_what_one_wrote(
 ) -> None:
     first = demo(tiny, writer, reader, tmp_path)
     assert_continued(first)
+    assert first.is_as_due
     assert first.pages == PROMPT // PAGE
     assert first.objects == first.objects_written == first.pages * objects_per_page
     assert first.bytes == first.bytes_written > 0
@@ -74,13 +75,55 @@ def test_another_topology_continues_what_one_wrote(
 
 def test_a_second_call_hits_everything(tiny: ModelSource, tmp_path: Path) -> None:
     first = demo(tiny, "tp2", "tp1", tmp_path)
-    second = demo(tiny, "tp1pp2", "tp2", tmp_path)
+    second = demo(tiny, "tp2", "tp1pp2", tmp_path)
     assert_continued(second)
     assert second.writer_restored_tokens == RESTORABLE
     assert second.pages_present == second.pages
     assert (second.objects_written, second.bytes_written) == (0, 0)
     assert (second.objects, second.bytes) == (first.objects, first.bytes)
     assert second.continuation == first.continuation
+
+
+def test_another_writer_does_not_take_the_pages_of_the_first(tiny: ModelSource, tmp_path: Path) -> None:
+    """Else the reader would restore the first one's objects, and the report would name the second."""
+    first = demo(tiny, "tp2", "tp1", tmp_path)
+    other = demo(tiny, "tp1pp2", "tp1", tmp_path)
+    assert_continued(other)
+    assert (other.pages_present, other.writer_restored_tokens) == (0, 0)
+    assert other.objects_written == 2 * other.pages
+    assert other.namespace != first.namespace
+
+
+def test_a_store_that_cannot_be_written_is_not_as_due(tiny: ModelSource, tmp_path: Path) -> None:
+    open_connector(f"file://{tmp_path}?quota=64MiB").close()
+    two = ParallelSpec(2)
+    report = run_demo(
+        tiny, two, two, PROMPT, f"file://{tmp_path}?readonly=1", page_size=PAGE, timeout_s=TIMEOUT_S
+    )
+    assert report.tokens_equal
+    assert (report.restored_tokens, report.objects) == (0, 0)
+    assert report.backup_detail == "the store is read-only"
+    assert not report.is_as_due
+
+
+@pytest.mark.parametrize("role", ["writer", "reader"])
+def test_impossible_topologies_are_refused_before_anything_is_computed(
+    tiny: ModelSource, tmp_path: Path, role: str
+) -> None:
+    steps: list[str] = []
+    for label, message in (("tp3", "4 KV heads cannot be split"), ("tp8pp5", "use at most 32 ranks")):
+        specs = {"writer": ParallelSpec(), "reader": ParallelSpec(), role: ParallelSpec.parse(label)}
+        with pytest.raises(TopologyError, match=message):
+            run_demo(
+                tiny,
+                specs["writer"],
+                specs["reader"],
+                PROMPT,
+                f"file://{tmp_path}/new",
+                progress=steps.append,
+            )
+    assert steps == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_altered_bytes_change_the_tokens_unless_they_are_verified(tiny: ModelSource, tmp_path: Path) -> None:
@@ -92,15 +135,23 @@ def test_altered_bytes_change_the_tokens_unless_they_are_verified(tiny: ModelSou
     assert not control.tokens_equal
     assert control.continuation != honest.continuation
     assert (control.verified_restored_tokens, control.verified_tokens_equal) == (0, True)
+    assert control.verified_continuation == honest.continuation
+    assert control.is_as_due
     # Nothing altered stays, and what the honest run stored was never touched.
     config, _ = tiny.open()
     tokens = build_prompt(ByteTokenizer(), PROMPT)
     connector = open_connector(f"file://{tmp_path}?quota=64MiB")
-    for tenant, count in (("hicache-demo", honest.objects), ("hicache-demo-control", 0)):
-        namespace = demo_namespace(config, weights_identity(tiny), PAGE, tenant)
-        assert len(stored_objects(connector, namespace.digest, page_hashes(tokens, PAGE))) == count
+    assert (
+        honest.namespace
+        == demo_namespace(
+            config, weights_identity(tiny), PAGE, demo_tenant(ParallelSpec(2), is_control=False)
+        ).digest
+    )
+    assert control.namespace != honest.namespace
+    assert len(stored_objects(connector, honest.namespace, page_hashes(tokens, PAGE))) == honest.objects
+    assert not [entry.key for entry in connector.scan() if control.namespace in entry.key]
     connector.close()
-    assert_continued(demo(tiny, "tp1", "tp1", tmp_path))
+    assert_continued(demo(tiny, "tp2", "tp1", tmp_path))
 
 
 class Stored:
@@ -190,6 +241,15 @@ def test_prompts_have_the_length_that_was_asked_for(smollm2_tokenizer: BpeTokeni
         text = tokenizer.decode(prompts[2])
         assert "captain is Ilse Marrow" in text
         assert "Who is the captain" in text[-200:]
+        words = prompt_text(tokenizer, prompts[2])
+        assert words in text
+        assert words.startswith("This is the log")
+        assert words.endswith("in two sentences.")
+
+
+def test_excerpts_of_a_text_are_whole_words_that_do_not_overlap() -> None:
+    assert excerpts("one two three", 7) == ("one two three", "")
+    assert excerpts("one two three four", 6) == ("one", "four")
 
 
 @pytest.mark.soak
