@@ -16,6 +16,9 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 """Total deadline of one batched call. A 128-page batch of 1 MiB takes 0.15 s on a cold disk at
 1 GB/s and 13 s on a 10 MB/s link; past that, recomputing has long won."""
 
+TIMEOUT_MAX_S: Final = 31_536_000.0
+"""Longest time that a caller may give: a year is for ever, and far below what clocks and waits take."""
+
 IO_PIECE_BYTES: Final = MIB
 """Largest single system call of a cancellable transfer: a blocked call may overrun its deadline by
 one piece per worker, and 1 MiB takes 1 ms at 1 GB/s."""
@@ -199,6 +202,13 @@ SMALL_OBJECT_SHARE: Final = 4
 """An object is called small when a request costs more than this many times its bytes: 256 KiB on S3,
 where 16 and 256 KiB were seen to take the same time."""
 
+BAD_KEY_S: Final = 60.0
+"""How long an object that was found bad and could not be removed counts as absent unseen: somebody else
+may have put it right."""
+
+PLANNED_AT_ONCE: Final = 256
+"""Pages planned between two looks at the deadline: less than a millisecond or two."""
+
 PLAN_CACHE_MAX: Final = 4096
 """Plans, covers and hints kept per pool; past it the oldest are forgotten."""
 
@@ -214,7 +224,7 @@ MAINTENANCE_FIRST_S: Final = 10.0
 EVICTION_WAIT_S: Final = 0.005
 """Time between two looks at whether another process's eviction has made room."""
 
-RECOVER_LAYERS_MAX: Final = 65_536
+LAYERS_MAX: Final = 65_536
 """Layers of an object whose format is worked out from its length: far beyond any model, and trying
 all divisors of more would take a tool seconds an object."""
 
@@ -447,6 +457,17 @@ LAYER_WRITE_S: Final = 30.0
 
 LAYER_RETRY_MAX_S: Final = 10.0
 """Longest wait between two tries to write to a slow layer that fails."""
+
+LAYER_CONFIRMED_S: Final = 60.0
+"""How long a length that the slow layer confirmed lets the fast layer answer alone: what is lost or removed
+there is seen after a minute, and a chain in use, which is touched once a minute, costs one request more."""
+
+LAYER_CONFIRMED_MAX: Final = 65_536
+"""Such keys remembered, about 20 MB; the oldest are forgotten."""
+
+LAYER_LOST_S: Final = 60.0
+"""How long an object of the fast layer may be missing in the slow one before it counts as lost, where it
+may be on its way there from another handle: above the deadline of one batch and the wait before the next."""
 
 LAYER_DRAIN_S: Final = 10.0
 """Default time that closing waits for what a slow layer has not got yet."""

@@ -210,7 +210,7 @@ class ObjectFormat:
 def layers_per_cell(layers: int, layer_bytes: int) -> int:
     """Layers of one cell: the smallest divisor of the box's layers whose cell is 128-512 KiB, else as
     many as reach 128 KiB."""
-    for count in range(1, layers + 1):
+    for count in range(1, min(layers, CELL_MAX_BYTES // layer_bytes) + 1):
         if layers % count == 0 and CELL_MIN_BYTES <= count * layer_bytes <= CELL_MAX_BYTES:
             return count
     return min(layers, max(1, -(-CELL_MIN_BYTES // layer_bytes)))

@@ -56,8 +56,7 @@ class Pool:
     out. Boxes, names and grids count the pool's layers from zero. A model whose layers differ in
     geometry has one pool for each geometry. ``is_shardable`` tells that every byte belongs to a
     head: only then may ranks of different sizes share objects. ``identity`` is anything beyond the
-    namespace that decides the values of a pool other than the main one, such as the digest of a
-    draft model's weights.
+    namespace that decides the values of a pool, such as the digest of a draft model's weights.
     """
 
     name: str
@@ -72,8 +71,9 @@ class Pool:
     is_shardable: bool = True
     identity: str = ""
     key_name: str = field(init=False, repr=False, compare=False)
-    """The pool's name inside object names. The namespace fixes the geometry of the main pool; any
-    other carries a digest of its own, so that pools of unlike geometry or origin never meet."""
+    """The pool's name inside object names. The namespace fixes the geometry of the main pool over all
+    layers; any other carries a digest of its own, so that pools of unlike geometry or origin never
+    meet."""
     part_row_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     unit_bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of one element; elements below a byte are moved in whole bytes."""
@@ -107,7 +107,8 @@ class Pool:
         object.__setattr__(self, "unit_bytes", max(1, self.dtype.bits // 8))
 
     def _key_name(self) -> str:
-        if self.name == MAIN_POOL:
+        holds_all = self.layer_ids is None or self.layer_ids == tuple(range(self.num_layers))
+        if self.name == MAIN_POOL and holds_all and not self.identity:
             return self.name
         facts = (
             [part.name for part in self.parts],
@@ -213,7 +214,11 @@ class ModelKV:
         )
 
     def pool(self, page_size: int, *, name: str = "kv", draft_layers: int = 0) -> Pool:
-        """The main pool; packed draft layers follow the target's on the layer axis."""
+        """The main pool; packed draft layers follow the target's on the layer axis.
+
+        Such layers are named by their number alone. Where servers of one target may run different
+        drafts, give the draft layers a pool of their own, with the draft's weights as its ``identity``.
+        """
         return Pool(
             name=name,
             num_layers=self.num_layers + draft_layers,

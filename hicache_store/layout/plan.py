@@ -7,6 +7,7 @@ and long enough to be read straight into place.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -129,10 +130,23 @@ def placement_of_blocks(blocks: Sequence[int], page_index: int, page_size: int, 
     return tuple(segments)
 
 
-def check_placement(placement: Placement, layout: Layout, page_size: int) -> None:
-    """Raise :class:`ConfigurationError` unless the placement is one page inside the layout."""
+def checked_placement(placement: Placement, layout: Layout, page_size: int) -> Placement:
+    """``placement`` in integers of Python: those of numpy wrap around in the arithmetic of addresses.
+
+    Raises :class:`ConfigurationError` unless it is one page inside the layout.
+    """
     total = 0
-    for slot, slot_token, tokens in placement:
+    is_plain = True
+    for segment in placement:
+        try:
+            slot, slot_token, tokens = segment
+            if not (type(slot) is type(slot_token) is type(tokens) is int and type(segment) is Segment):
+                slot, slot_token, tokens = map(operator.index, segment)
+                is_plain = False
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"{segment!r} is no segment; give a slot, its first token and a number of tokens, as integers"
+            ) from None
         inside = 0 <= slot < layout.slots and slot_token >= 0 and tokens > 0
         if not inside or slot_token + tokens > layout.slot_tokens:
             raise ConfigurationError(
@@ -142,10 +156,21 @@ def check_placement(placement: Placement, layout: Layout, page_size: int) -> Non
         total += tokens
     if total != page_size:
         raise ConfigurationError(f"a placement of {total} tokens does not hold a page of {page_size}")
+    if not is_plain:
+        placement = tuple(Segment(*map(operator.index, segment)) for segment in placement)
     if len(placement) > 1:
-        for (slot, first, tokens), after in pairwise(sorted(placement)):
-            if slot == after.slot and first + tokens > after.slot_token:
-                raise ConfigurationError(f"a placement names token {after.slot_token} of slot {slot} twice")
+        require_apart([placement])
+    return placement
+
+
+def require_apart(placements: Sequence[Placement]) -> None:
+    """Raise :class:`ConfigurationError` when a token of a slot is named twice: two pages would land there."""
+    segments = sorted(segment for placement in placements for segment in placement)
+    for (slot, first, tokens), after in pairwise(segments):
+        if slot == after.slot and first + tokens > after.slot_token:
+            raise ConfigurationError(
+                f"token {after.slot_token} of slot {slot} is named twice; give every page a place of its own"
+            )
 
 
 def plan_copy(pool: Pool, layout: Layout, object_box: Box, piece: Box, tokens: Span) -> CopyPlan:

@@ -29,7 +29,7 @@ from hicache_store.layout.format import (
 )
 from hicache_store.layout.model import MAIN_POOL, KVPart, Pool
 from hicache_store.layout.names import ObjectName
-from hicache_store.limits import RECOVER_LAYERS_MAX
+from hicache_store.limits import LAYERS_MAX
 
 _SUM_BYTES: Final = 8
 _OVERHEAD_BYTES: Final = FIELDS.size + TAIL.size
@@ -68,6 +68,8 @@ def format_in_pool(name: ObjectName, pool: Pool) -> ObjectFormat | None:
     """The format of an object of ``pool``; ``None`` where the name leaves more open than its box."""
     if name.pool != pool.key_name or name.pages != 1 or name.shard is not None:
         return None
+    if name.layers.stop > LAYERS_MAX or name.heads.stop > pool.num_heads:
+        return None
     tokens = Span(0, pool.page_size) if name.tokens is None else name.tokens
     return ObjectFormat.of(pool, Box(name.heads, name.layers, tokens))
 
@@ -78,10 +80,10 @@ def formats_of_length(heads: int, layers: int, object_bytes: int) -> tuple[Objec
 
     Between ``heads`` and ``heads * layers`` cells and at most 4095 bytes of padding bound the payload
     from both sides, so at most some 4,100 layer widths are looked at. More than
-    ``RECOVER_LAYERS_MAX`` layers have none.
+    ``LAYERS_MAX`` layers have none.
     """
     places = heads * layers
-    if layers > RECOVER_LAYERS_MAX or places > object_bytes:
+    if layers > LAYERS_MAX or places > object_bytes:
         return ()
     least = object_bytes - _OVERHEAD_BYTES - _SUM_BYTES * places - (PAD_BYTES - 1)
     most = object_bytes - _OVERHEAD_BYTES - _SUM_BYTES * heads

@@ -10,6 +10,7 @@ from hicache_store.connectors.base import Outcome, Status, Write
 from hicache_store.layout.names import page_prefix
 from hicache_store.layout.parallel import elected_replica
 from hicache_store.layout.plan import Placement
+from hicache_store.limits import PLANNED_AT_ONCE
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate
 from hicache_store.store.context import StoreContext
@@ -58,7 +59,11 @@ def backup(
     masks = presence(context, binding, [hashes[i] for i in mine], deadline, stop_at_gap=False, faults={})
     transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
     chunks: list[_Chunk] = []
-    for i, mask in zip(mine, masks, strict=True):
+    for number, (i, mask) in enumerate(zip(mine, masks, strict=True)):
+        if number % PLANNED_AT_ONCE == 0 and deadline.is_past:
+            for late in mine[number:]:
+                states[late] = PageState.TIMED_OUT
+            break
         states[i] = PageState.PRESENT
         chunks.extend(
             _missing(context, binding, transfer, i, first_page + i, hashes[i], placements[i], mask, states)
@@ -114,7 +119,7 @@ def _missing(
         if is_held:
             continue
         key = prefix + candidate.leaf
-        bad = context.bad.get(key)
+        bad = context.bad_object(key)
         if bad is not None and bad.reason is EndReason.UNKNOWN_VERSION:
             states[page] = PageState.REFUSED  # a later format's object is never overwritten
             continue
@@ -161,7 +166,7 @@ def _settle(
     detail = ""
     for chunk, outcome in zip(chunks, outcomes, strict=True):
         state = page_state(outcome)
-        if outcome.status is Status.EXISTS and context.bad.get(chunk.key) is not None:
+        if outcome.status is Status.EXISTS and context.bad_object(chunk.key) is not None:
             state = PageState.FAILED  # what exists is known to be bad and could not be replaced
         if outcome.status is Status.OK:
             objects += 1

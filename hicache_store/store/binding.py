@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
 
 from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.box import Box
@@ -133,6 +136,7 @@ def bind(
             f"{spec.label}; store it from one rank or describe its parts as kv parts of their own"
         )
     buffers = [_flat(pool, index, buffer) for index, buffer in enumerate(given.buffers)]
+    _require_apart(pool, buffers)
     check_buffers(pool, layout, buffers, held.box)
     check_layout(pool, layout)
     if fixed is None:
@@ -169,6 +173,22 @@ def bind(
     )
 
 
+def _require_apart(pool: Pool, buffers: Sequence[memoryview]) -> None:
+    """Raise :class:`ConfigurationError` when two buffers share memory: one would overwrite the other."""
+    starts = [np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0 for buffer in buffers]
+    spans = sorted(
+        (start, start + len(buffer), index)
+        for index, (start, buffer) in enumerate(zip(starts, buffers, strict=True))
+        if len(buffer)
+    )
+    for (_, stop, index), (start, _, other) in pairwise(spans):
+        if start < stop:
+            raise ConfigurationError(
+                f"pool {pool.name}: buffers {index} and {other} share {stop - start} bytes or more; give "
+                "each memory of its own, or one buffer and a layout whose strides describe both"
+            )
+
+
 def _flat(pool: Pool, index: int, buffer: object) -> memoryview:
     try:
         view = memoryview(buffer)  # type: ignore[arg-type]
@@ -182,4 +202,10 @@ def _flat(pool: Pool, index: int, buffer: object) -> memoryview:
             f"pool {pool.name}: buffer {index} is not contiguous; pass its base memory and a layout whose "
             "strides describe the view"
         )
-    return view.cast("B")
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"pool {pool.name}: buffer {index} of shape {view.shape} and format {view.format!r} is not plain "
+            "memory; pass it as numpy uint8"
+        ) from error

@@ -15,7 +15,7 @@ from hicache_store.layout.format import ObjectFormat
 from hicache_store.layout.grid import Grid
 from hicache_store.layout.model import Pool
 from hicache_store.layout.names import leaf_of
-from hicache_store.limits import CANDIDATES_MAX, PLAN_CACHE_MAX
+from hicache_store.limits import CANDIDATES_MAX, LAYERS_MAX, PLAN_CACHE_MAX
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.transfer import PiecePlan
 
@@ -72,8 +72,8 @@ class CandidateTable:
             if grid.pool != self.pool.key_name or grid in self._grids:
                 continue
             self._grids.add(grid)
-            if grid.head_cuts[-1] > self.pool.num_heads:
-                continue
+            if grid.head_cuts[-1] > self.pool.num_heads or grid.layer_cuts[-1] > LAYERS_MAX:
+                continue  # of another model, or not meant seriously
             grew |= self._add(grid.chunks_touching(self.box))
         return grew
 

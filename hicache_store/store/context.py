@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hicache_store.clock import Clock, Deadline
 from hicache_store.connectors.base import Connector, Outcome, Status, Touch
+from hicache_store.layout.format import ObjectFormat
 from hicache_store.layout.names import page_prefix
-from hicache_store.limits import BAD_KEYS_MAX, TOUCH_INTERVAL_S
+from hicache_store.limits import BAD_KEY_S, BAD_KEYS_MAX, TOUCH_INTERVAL_S
 from hicache_store.metrics import Metrics
 from hicache_store.store.binding import Binding
 from hicache_store.store.bounded import BoundedDict
 from hicache_store.store.grids import GridDirectory
+from hicache_store.store.proof import prove
 from hicache_store.store.recent import RecentLookups
 from hicache_store.store.reports import EndReason, end_reason
 from hicache_store.store.staging import StagingPool
@@ -25,6 +28,16 @@ class BadObject:
 
     reason: EndReason
     version: str | None
+    seen_at: float = 0.0
+    """Monotonic time."""
+
+
+class Refused(NamedTuple):
+    """An object that a read did not get, and the format it should have."""
+
+    key: str
+    outcome: Outcome
+    format: ObjectFormat
 
 
 @dataclass(slots=True)
@@ -47,27 +60,45 @@ class StoreContext:
         """Hand the directory's grids to a binding; whether it can now look at more objects."""
         return binding.table.add_grids(self.directory.grids)
 
-    def set_aside(self, failed: Sequence[tuple[str, Outcome]], deadline: Deadline) -> None:
+    def bad_object(self, key: str) -> BadObject | None:
+        """What is known against the object of ``key``; forgotten after BAD_KEY_S, when it is worth a look."""
+        known = self.bad.get(key)
+        if known is not None and self.clock.monotonic() - known.seen_at > BAD_KEY_S:
+            self.bad.discard(key)
+            return None
+        return known
+
+    def set_aside(self, refused: Sequence[Refused], deadline: Deadline) -> set[str]:
         """Remove objects whose bytes were refused, if they are still those; remember the others.
 
-        An object of a later format version is never removed, only remembered. One of the wrong
-        length needs neither: its length alone keeps it from being taken for present.
+        The verdict fell on memory that is not ours alone, so each is read once more into memory of our own:
+        the keys of those that are sound there are returned, and they stay. An object of a later format
+        version is never removed, only remembered. One of the wrong length needs neither: its length alone
+        keeps it from being taken for present.
         """
-        self.recent.forget({key.rsplit("/", 2)[-2] for key, _ in failed})
-        doomed: list[tuple[str, Outcome]] = []
-        for key, outcome in failed:
-            if outcome.status is Status.ABSENT:
+        self.recent.forget({one.key.rsplit("/", 2)[-2] for one in refused})
+        proofs = [one for one in refused if one.outcome.status is Status.REJECTED]
+        sound = prove(self.connector, self.staging, [(one.key, one.format) for one in proofs], deadline)
+        doomed: list[Refused] = []
+        for one in refused:
+            if one.outcome.status is Status.ABSENT:
                 continue
-            reason = end_reason(outcome)
+            if one.key in sound:
+                self.metrics.add("object.slot_disturbed")
+                continue
+            reason = end_reason(one.outcome)
             self.metrics.add(f"object.{reason.value}")
-            if outcome.status is Status.REJECTED:
-                self.bad.set(key, BadObject(reason, outcome.version))
+            if one.outcome.status is Status.REJECTED:
+                self.bad.set(one.key, BadObject(reason, one.outcome.version, self.clock.monotonic()))
                 if reason is not EndReason.UNKNOWN_VERSION:
-                    doomed.append((key, outcome))
-        if not doomed or self.connector.capabilities.is_read_only:
-            return
-        keys = [key for key, _ in doomed]
-        versions = [outcome.version for _, outcome in doomed]
+                    doomed.append(one)
+        if doomed and not self.connector.capabilities.is_read_only:
+            self._remove(doomed, deadline)
+        return sound
+
+    def _remove(self, doomed: Sequence[Refused], deadline: Deadline) -> None:
+        keys = [one.key for one in doomed]
+        versions = [one.outcome.version for one in doomed]
         for key, removed in zip(keys, self.connector.delete(keys, deadline, versions), strict=True):
             if removed.is_ok or removed.status in (Status.ABSENT, Status.CONFLICT):
                 self.bad.discard(key)

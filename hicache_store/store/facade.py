@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,8 @@ from hicache_store.connectors.registry import open_connector
 from hicache_store.errors import ConfigurationError, HandleError
 from hicache_store.layout.namespace import Namespace
 from hicache_store.layout.parallel import ParallelSpec, Rank
-from hicache_store.layout.plan import Placement, check_placement
-from hicache_store.limits import DEFAULT_TIMEOUT_S, STAGING_BYTES
+from hicache_store.layout.plan import Placement, checked_placement, require_apart
+from hicache_store.limits import DEFAULT_TIMEOUT_S, STAGING_BYTES, TIMEOUT_MAX_S
 from hicache_store.metrics import Metrics
 from hicache_store.store import manifest
 from hicache_store.store.backup import backup
@@ -77,7 +78,7 @@ class Store:
         """
         connector = open_connector(storage) if isinstance(storage, str) else storage
         try:
-            _check_arguments(namespace, pools, writer, timeout_s)
+            _check_arguments(namespace, pools, writer, timeout_s, staging_bytes)
             bindings = {
                 given.pool.name: bind(
                     given,
@@ -107,7 +108,7 @@ class Store:
             raise
         staging = StagingPool(staging_bytes)
         context = StoreContext(connector, namespace.digest, directory, staging, counters, clock, verify)
-        return cls(context, bindings, writer == "elected", timeout_s)
+        return cls(context, bindings, writer == "elected", float(timeout_s))
 
     @property
     def metrics(self) -> Metrics:
@@ -135,7 +136,8 @@ class Store:
         """
         binding = self._binding(pool)
         _check_hashes(hashes)
-        return contains(self._context, binding, hashes, self._deadline(timeout_s), max_age_s)
+        age_s = _seconds("max_age_s", max_age_s)
+        return contains(self._context, binding, hashes, self._deadline(timeout_s), age_s)
 
     def stored(
         self, hashes: Sequence[str], *, pool: str = "kv", timeout_s: float | None = None
@@ -227,9 +229,10 @@ class Store:
         if len(placements) != len(hashes):
             raise ConfigurationError(f"{len(hashes)} page hashes came with {len(placements)} placements")
         _check_hashes(hashes)
-        self._check(binding, placements)
+        sources = _checked(binding, placements)
+        depth = operator.index(first_page)
         return lambda deadline: backup(
-            self._context, binding, hashes, placements, deadline, first_page, elects=self._elects
+            self._context, binding, hashes, sources, deadline, depth, elects=self._elects
         )
 
     def _restore(
@@ -240,12 +243,9 @@ class Store:
             raise ConfigurationError(f"pool {pool} has read-only buffers; nothing can be restored into them")
         _check_hashes(prefix)
         _check_hashes(hashes)
-        self._check(binding, placements)
-        return lambda deadline: restore(self._context, binding, hashes, placements, deadline, prefix)
-
-    def _check(self, binding: Binding, placements: Sequence[Placement]) -> None:
-        for placement in placements:
-            check_placement(placement, binding.layout, binding.pool.page_size)
+        targets = _checked(binding, placements)
+        require_apart(targets)
+        return lambda deadline: restore(self._context, binding, hashes, targets, deadline, prefix)
 
     def _binding(self, pool: str) -> Binding:
         if self._is_closed:
@@ -259,19 +259,20 @@ class Store:
             raise ConfigurationError(f"pool {pool!r} is not attached; attached are {known}") from None
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        if timeout_s is None:
-            timeout_s = self._timeout_s
-        elif not timeout_s < math.inf:
-            raise ConfigurationError(f"timeout_s={timeout_s} is not accepted; give a finite time")
-        return Deadline.after(timeout_s, self._context.clock)
+        seconds = self._timeout_s if timeout_s is None else _seconds("timeout_s", timeout_s)
+        return Deadline.after(seconds, self._context.clock)
 
 
 def _check_arguments(
-    namespace: Namespace, pools: Sequence[PoolBuffers], writer: str, timeout_s: float
+    namespace: Namespace, pools: Sequence[PoolBuffers], writer: str, timeout_s: float, staging_bytes: int
 ) -> None:
     if writer not in ("elected", "caller"):
         raise ConfigurationError(f"writer={writer!r} is not accepted; give 'elected' or 'caller'")
-    if not 0 < timeout_s < math.inf:
+    if type(staging_bytes) is not int or staging_bytes < 1:
+        raise ConfigurationError(
+            f"staging_bytes={staging_bytes!r} is not accepted; give a whole number of bytes"
+        )
+    if _seconds("timeout_s", timeout_s) <= 0.0:
         raise ConfigurationError(f"timeout_s={timeout_s} is not accepted; give a finite time above 0 s")
     if not pools or len({given.pool.name for given in pools}) != len(pools):
         names = [given.pool.name for given in pools]
@@ -287,6 +288,24 @@ def _advise(bindings: Iterable[Binding], request_cost_bytes: int, metrics: Metri
         if advice is not None:
             metrics.add("attach.small_objects")
             log.warning("%s", advice)
+
+
+def _seconds(what: str, given: float) -> float:
+    """A time in seconds as a float of Python, at most TIMEOUT_MAX_S, which is what clocks can add."""
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not seconds <= TIMEOUT_MAX_S:
+        raise ConfigurationError(
+            f"{what}={given!r} is not accepted; give a finite time of at most {TIMEOUT_MAX_S:.0f} s"
+        )
+    return seconds
+
+
+def _checked(binding: Binding, placements: Sequence[Placement]) -> list[Placement]:
+    layout, page_size = binding.layout, binding.pool.page_size
+    return [checked_placement(placement, layout, page_size) for placement in placements]
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ def ask(
     for key, size, wanted, (position, bit) in zip(keys, found, expected, owners, strict=True):
         if size is None:
             continue
-        bad = context.bad.get(key) if has_bad else None
+        bad = context.bad_object(key) if has_bad else None
         if size == wanted and bad is None:
             masks[position] |= bit
             continue

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hicache_store.clock import Deadline
-from hicache_store.connectors.base import Outcome, Read, Status
+from hicache_store.connectors.base import Read, Status
 from hicache_store.layout.box import Box
 from hicache_store.layout.names import page_prefix
 from hicache_store.layout.plan import Placement
-from hicache_store.limits import RESTORE_ROUNDS
+from hicache_store.limits import PLANNED_AT_ONCE, RESTORE_ROUNDS
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate, CoverPlan
-from hicache_store.store.context import StoreContext
+from hicache_store.store.context import Refused, StoreContext
 from hicache_store.store.lookup import Faults, ask
 from hicache_store.store.reports import EndReason, PrefixEnd, RestoreReport, end_reason
 from hicache_store.store.transfer import PiecePlan, PieceTarget, TransferContext
@@ -101,6 +102,15 @@ def restore(
     return RestoreReport(usable, end, tally.objects, tally.read_bytes, tally.requests)
 
 
+class _Job(NamedTuple):
+    """One piece of one page on its way in."""
+
+    page: _Page
+    candidate: Candidate
+    plan: PiecePlan
+    read: Read
+
+
 def _read_round(
     context: StoreContext,
     binding: Binding,
@@ -109,26 +119,12 @@ def _read_round(
     tally: _Tally,
 ) -> None:
     """Read every piece the pages' masks promise, all in one batch."""
-    jobs: list[tuple[_Page, Candidate, PiecePlan]] = []
-    reads: list[Read] = []
-    asked: tuple[tuple[Box, ...], int] | None = None
-    plan = CoverPlan((), False, 0)
-    for page in pending:
-        prefix = page_prefix(context.namespace, page.page_hash)
-        if asked is None or asked[0] is not page.remaining or asked[1] != page.mask:
-            asked = page.remaining, page.mask  # pages of a chain mostly lie alike
-            plan = binding.table.cover(*asked)
-        page.is_failed = not plan.is_complete
-        for candidate, piece in plan.pieces:
-            key = prefix + candidate.leaf
-            jobs.append((page, candidate, piece))
-            target = PieceTarget(transfer, piece, key, page.placement)
-            reads.append(Read(key, piece.object_bytes, target, piece.ranges))
-    if not reads:
+    jobs = _plan_round(context, binding, transfer, pending)
+    if not jobs:
         return
-    outcomes = context.connector.read_into(reads, transfer.deadline)
-    failed: list[tuple[str, Outcome]] = []
-    for (page, candidate, piece), read, outcome in zip(jobs, reads, outcomes, strict=True):
+    outcomes = context.connector.read_into([job.read for job in jobs], transfer.deadline)
+    failed: list[tuple[_Page, Refused]] = []
+    for (page, candidate, piece, read), outcome in zip(jobs, outcomes, strict=True):
         if outcome.status is Status.OK:
             page.used |= 1 << candidate.index
             tally.objects += 1
@@ -137,15 +133,54 @@ def _read_round(
             continue
         page.is_failed = True
         page.excluded |= 1 << candidate.index
-        failed.append((read.key, outcome))
-        page.note(end_reason(outcome), read.key, outcome.detail)
+        failed.append((page, Refused(read.key, outcome, piece.format)))
+    _settle(context, failed, transfer.deadline)
     for page in pending:
         if not page.is_failed:
             page.remaining = ()
-    for (page, _, piece), outcome in zip(jobs, outcomes, strict=True):
-        if page.is_failed and outcome.status is Status.OK:
+    is_any_bad = len(context.bad) > 0
+    for (page, _, piece, read), outcome in zip(jobs, outcomes, strict=True):
+        if outcome.status is not Status.OK:
+            continue
+        if page.is_failed:
             page.remaining = tuple(rest for hole in page.remaining for rest in hole.minus(piece.read.piece))
-    context.set_aside(failed, transfer.deadline)
+        if is_any_bad:
+            context.bad.discard(read.key)  # somebody else has put it right
+
+
+def _plan_round(
+    context: StoreContext, binding: Binding, transfer: TransferContext, pending: Sequence[_Page]
+) -> list[_Job]:
+    """What to read for the pages, nothing once the deadline has passed; marks those it will not fill."""
+    jobs: list[_Job] = []
+    asked: tuple[tuple[Box, ...], int] | None = None
+    plan = CoverPlan((), False, 0)
+    for number, page in enumerate(pending):
+        if number % PLANNED_AT_ONCE == 0 and transfer.deadline.is_past:
+            return []
+        prefix = page_prefix(context.namespace, page.page_hash)
+        if asked is None or asked[0] is not page.remaining or asked[1] != page.mask:
+            asked = page.remaining, page.mask  # pages of a chain mostly lie alike
+            plan = binding.table.cover(*asked)
+        page.is_failed = not plan.is_complete
+        for candidate, piece in plan.pieces:
+            key = prefix + candidate.leaf
+            target = PieceTarget(transfer, piece, key, page.placement)
+            read = Read(key, piece.object_bytes, target, piece.ranges)
+            jobs.append(_Job(page, candidate, piece, read))
+    return jobs
+
+
+def _settle(context: StoreContext, failed: Sequence[tuple[_Page, Refused]], deadline: Deadline) -> None:
+    """Deal with what was not read, and note for each page why."""
+    if not failed:
+        return
+    sound = context.set_aside([refused for _, refused in failed], deadline)
+    for page, (key, outcome, _) in failed:
+        if key in sound:
+            page.note(EndReason.FAILED, key, "the object is sound: its slot was written meanwhile")
+        else:
+            page.note(end_reason(outcome), key, outcome.detail)
 
 
 def _look_again(

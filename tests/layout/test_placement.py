@@ -11,7 +11,7 @@ from hicache_store.layout.model import KVPart, Pool
 from hicache_store.layout.plan import (
     Placement,
     Segment,
-    check_placement,
+    checked_placement,
     placement_of_blocks,
     placement_of_slot,
 )
@@ -50,8 +50,8 @@ GOOD = (Segment(0, 8, 8), Segment(2, 0, 8))
 
 def test_a_placement_inside_the_layout_is_accepted() -> None:
     layout = engine_layout("layer_first", SMALL, SMALL.page_box, slots=3, slot_tokens=16)
-    check_placement(GOOD, layout, 16)
-    check_placement((Segment(2, 0, 16),), layout, 16)
+    checked_placement(GOOD, layout, 16)
+    checked_placement((Segment(2, 0, 16),), layout, 16)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_a_placement_inside_the_layout_is_accepted() -> None:
 def test_a_placement_that_is_no_page_of_the_layout_is_refused(placement: Placement, words: str) -> None:
     layout = engine_layout("layer_first", SMALL, SMALL.page_box, slots=3, slot_tokens=16)
     with pytest.raises(ConfigurationError, match=words):
-        check_placement(placement, layout, 16)
+        checked_placement(placement, layout, 16)

@@ -15,7 +15,7 @@ from hicache_store.layout.names import ObjectName
 from hicache_store.layout.namespace import namespace
 from hicache_store.layout.recover import format_in_pool, formats_of_length, main_pool, recover
 from hicache_store.layout.weights import WeightsIdentity
-from hicache_store.limits import KIB, RECOVER_LAYERS_MAX
+from hicache_store.limits import KIB, LAYERS_MAX
 from hicache_store.testing.strategies import pools, sub_boxes
 
 NAMESPACE = "ab" * 32
@@ -118,7 +118,7 @@ def test_lengths_no_object_has():
     assert formats_of_length(2, 30, 127) == ()
     assert formats_of_length(1, 1, 64 + 8) == ()  # an object has at least one byte of payload
     assert len(formats_of_length(1, 1, 64 + 8 + 1)) == 1
-    assert formats_of_length(1, RECOVER_LAYERS_MAX + 1, 1 << 30) == ()
+    assert formats_of_length(1, LAYERS_MAX + 1, 1 << 30) == ()
     assert formats_of_length(10**8, 10**8, 1 << 40) == ()
     assert judge(name_of(2, 30), bytes(4096)).verdict is Verdict.CORRUPT
 
