@@ -17,6 +17,7 @@ own quota, and may be lost, full or hung: every call leaves the slow layer half 
   from it, and two writers of one key are not told apart for certain. Closing waits ``drain`` for the rest.
   ``read-only-fast`` changes nothing in the fast layer.
 * A removal goes to the slow layer first and takes with it every copy that is on its way.
+* A look-up believes the fast layer for a while after the slow one confirmed a length, and asks it else.
 * Manifests and markers, whose content may change under a key, are never kept in the fast layer.
 
 Copies on their way are bounded by ``queue`` bytes in each direction: past it nothing is filled, and a
@@ -31,7 +32,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final, Literal, TypeAlias, cast
 
-from hicache_store.clock import Deadline
+from hicache_store.clock import SYSTEM_CLOCK, Clock, Deadline
 from hicache_store.config import Option, StoreUrl, choice_option, duration_option, size_option
 from hicache_store.connectors.base import (
     META_PREFIX,
@@ -47,7 +48,9 @@ from hicache_store.connectors.base import (
     Write,
 )
 from hicache_store.connectors.layered_backlog import Backlog
+from hicache_store.connectors.layered_memory import SlowMemory
 from hicache_store.connectors.layered_read import Fill, LayeredReader, half_of
+from hicache_store.connectors.layered_sizes import LayeredSizes
 from hicache_store.connectors.layered_write import LayeredWriter
 from hicache_store.connectors.registry import open_connector
 from hicache_store.errors import ConfigurationError, HandleError
@@ -107,6 +110,7 @@ class LayeredConnector:
         fill: Fill = "seen",
         queue_bytes: int = LAYER_QUEUE_BYTES,
         drain_s: float = LAYER_DRAIN_S,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.metrics: Final = Metrics()
         self._fast = fast
@@ -118,12 +122,24 @@ class LayeredConnector:
         self._fills = Backlog(fast, "fill", queue_bytes, self.metrics, is_lasting=False)
         self._pending = Backlog(slow, "write", queue_bytes, self.metrics, is_lasting=True)
         is_back = mode == "write-back" and not slow.capabilities.is_read_only
+        self._memory = SlowMemory(clock)
+        self._sizes = LayeredSizes(
+            fast,
+            slow,
+            self._fills,
+            self._pending,
+            self._memory,
+            self.metrics,
+            may_heal=self._changes_fast and not slow.capabilities.is_read_only,
+            is_back=is_back,
+        )
         self._reader = LayeredReader(
             fast,
             slow,
             self._fills,
             self._pending,
             fill if self._changes_fast else "none",
+            self._memory,
             self.metrics,
             may_drop=self._changes_fast,
             is_back=is_back,
@@ -133,6 +149,7 @@ class LayeredConnector:
             slow,
             self._fills,
             self._pending,
+            self._memory,
             is_back=is_back,
             changes_fast=self._changes_fast,
         )
@@ -144,26 +161,9 @@ class LayeredConnector:
         return self._capabilities
 
     def sizes(self, keys: Sequence[str], deadline: Deadline) -> list[int | None]:
-        """Length of each object that any layer, or a copy on its way, holds."""
+        """Length of each object by the slow layer's word, of now or of lately, or of a copy on its way."""
         self._require_usable()
-        if deadline.is_past:
-            return [None] * len(keys)
-        copies = [self._pending.data(key) or self._fills.data(key) for key in keys]
-        found = {index: len(data) for index, data in enumerate(copies) if data is not None}
-        for layer, way, until in (
-            (self._fast, self._fills, half_of(deadline)),
-            (self._slow, self._pending, deadline),
-        ):
-            asked = [
-                index
-                for index, key in enumerate(keys)
-                if index not in found
-                and not way.is_void(key)
-                and (layer is self._slow or not key.startswith(META_PREFIX))
-            ]
-            sizes = layer.sizes([keys[index] for index in asked], until) if asked else []
-            found.update((i, size) for i, size in zip(asked, sizes, strict=True) if size is not None)
-        return [found.get(index) for index in range(len(keys))]
+        return self._sizes(keys, deadline)
 
     def read_into(self, reads: Sequence[Read], deadline: Deadline) -> list[Outcome]:
         """Fetch each object's parts from the first layer whose bytes are good."""
@@ -192,6 +192,7 @@ class LayeredConnector:
             if outcome.is_ok or outcome.status is Status.ABSENT
         ]
         self._fills.void(gone)
+        self._memory.forget(gone)
         if not gone or not self._changes_fast:
             return outcomes
         kept = [key for key in gone if not key.startswith(META_PREFIX)]
@@ -203,6 +204,10 @@ class LayeredConnector:
         """Mark objects as used now, in both layers; the slow one's word counts where it has the object."""
         self._require_usable()
         outcomes = self._slow.touch(touches, deadline)
+        lost = [
+            one.key for one, outcome in zip(touches, outcomes, strict=True) if outcome.status is Status.ABSENT
+        ]
+        self._memory.forget(lost)
         kept = [i for i, one in enumerate(touches) if not one.key.startswith(META_PREFIX)]
         if not self._changes_fast or not kept or deadline.is_past:
             return outcomes

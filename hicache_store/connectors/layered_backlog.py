@@ -70,15 +70,23 @@ class Backlog:
 
     def reserve(self, key: str, size_bytes: int, depth: int = 0, *, is_fetch: bool = False) -> Entry | None:
         """Room for one object; ``None`` without room, or when the key has an entry."""
+        return self.try_reserve(key, size_bytes, depth, is_fetch=is_fetch)[0]
+
+    def try_reserve(
+        self, key: str, size_bytes: int, depth: int = 0, *, is_fetch: bool = False
+    ) -> tuple[Entry | None, bool]:
+        """Room for one object, and where there is none, whether that is because the key has an entry."""
         with self._changed:
-            if key in self._entries or self._is_closing:
-                return None
+            if key in self._entries:
+                return None, True
+            if self._is_closing:
+                return None, False
             if size_bytes > self._free_bytes or len(self._entries) >= LAYER_QUEUE_ITEMS:
                 self._drop_count("full", 1)
-                return None
+                return None, False
             self._free_bytes -= size_bytes
             entry = self._entries[key] = Entry(key, size_bytes, depth, is_fetch)
-            return entry
+            return entry, False
 
     def find(self, key: str) -> Entry | None:
         """The entry of a key."""

@@ -20,6 +20,7 @@ from hicache_store.connectors.base import (
 )
 from hicache_store.connectors.layered_backlog import Backlog, Entry
 from hicache_store.connectors.layered_copies import CapturingTarget, deliver
+from hicache_store.connectors.layered_memory import SlowMemory
 from hicache_store.metrics import Metrics
 
 Fill: TypeAlias = Literal["seen", "whole", "none"]
@@ -78,6 +79,7 @@ class LayeredReader:
         fills: Backlog,
         pending: Backlog,
         fill: Fill,
+        memory: SlowMemory,
         metrics: Metrics,
         *,
         may_drop: bool,
@@ -88,6 +90,7 @@ class LayeredReader:
         self._fills = fills
         self._pending = pending
         self._fill = fill
+        self._memory = memory
         self._metrics = metrics
         self._may_drop = may_drop
         self._is_back = is_back
@@ -200,7 +203,9 @@ class LayeredReader:
             return
         asked = [fetches[index].slow_read if index in fetches else reads[index] for index in indices]
         self._metrics.add("layered.read_from_slow", len(asked))
-        for index, outcome in zip(indices, self._slow.read_into(asked, deadline), strict=True):
+        outcomes = self._slow.read_into(asked, deadline)
+        self._memory.learn(asked, outcomes)
+        for index, outcome in zip(indices, outcomes, strict=True):
             fetch = fetches.get(index)
             if fetch is not None and fetch.buffer is not None and deadline.is_past:
                 found[index] = TIMED_OUT

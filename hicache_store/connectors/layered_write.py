@@ -18,6 +18,7 @@ from hicache_store.connectors.base import (
 from hicache_store.connectors.batch import failure
 from hicache_store.connectors.layered_backlog import Backlog, Entry
 from hicache_store.connectors.layered_copies import CapturingSource, joined
+from hicache_store.connectors.layered_memory import SlowMemory
 from hicache_store.connectors.layered_read import half_of
 
 _FULL = Outcome(Status.REFUSED, "the queue to the slow layer is full; the storage takes less than is written")
@@ -32,6 +33,7 @@ class LayeredWriter:
         slow: Connector,
         fills: Backlog,
         pending: Backlog,
+        memory: SlowMemory,
         *,
         is_back: bool,
         changes_fast: bool,
@@ -41,6 +43,7 @@ class LayeredWriter:
         self._slow = slow
         self._fills = fills
         self._pending = pending
+        self._memory = memory
         self._changes_fast = changes_fast
 
     def __call__(self, writes: Sequence[Write], deadline: Deadline) -> list[Outcome]:
@@ -74,6 +77,7 @@ class LayeredWriter:
                 sources.append(source)
                 asked.append(write if source is None else write._replace(source=source))
             outcomes = self._slow.write_from(asked, deadline)
+            self._memory.learn(asked, outcomes)
             self._drop_replaced(writes, outcomes, deadline)
         finally:
             for index, (entry, source) in enumerate(zip(entries, sources, strict=True)):
@@ -148,9 +152,9 @@ class LayeredWriter:
         """Room and an own copy; ``None`` when another call took the key at this moment."""
         if write.size_bytes <= 0:
             return Outcome(Status.REFUSED, "an object has at least one byte")
-        entry = self._pending.reserve(write.key, write.size_bytes, write.depth)
+        entry, is_taken = self._pending.try_reserve(write.key, write.size_bytes, write.depth)
         if entry is None:
-            return _FULL if self._pending.find(write.key) is None else None
+            return None if is_taken else _FULL
         try:
             try:
                 data = joined(write.source.buffers(), write.size_bytes)
@@ -177,14 +181,42 @@ class LayeredWriter:
             Write(one.key, one.size_bytes, BufferSource.of(data), writes[index].depth)
             for index, (one, data) in fresh.items()
         ]
-        held: list[int] = []
-        for index, outcome in zip(fresh, self._fast.write_from(puts, half_of(deadline)), strict=True):
-            if outcome.status in (Status.EXISTS, Status.CONFLICT):
-                found[index] = Outcome(outcome.status, outcome.detail)
-            if outcome.status is Status.EXISTS:
-                held.append(index)
-        if held:  # what was once dropped on its way to the slow layer is taken up again, nothing else
-            sizes = self._slow.sizes([writes[index].key for index in held], half_of(deadline))
-            for index, size in zip(held, sizes, strict=True):
-                if size is not None:
-                    self._pending.offer((fresh.pop(index)[0], None))
+        stored = self._fast.write_from(puts, half_of(deadline))
+        met = {
+            index: outcome
+            for index, outcome in zip(fresh, stored, strict=True)
+            if outcome.status in (Status.EXISTS, Status.CONFLICT)
+        }
+        if met:
+            self._judge_met(writes, found, fresh, met, deadline)
+
+    def _judge_met(
+        self,
+        writes: Mapping[int, Write],
+        found: dict[int, Outcome],
+        fresh: dict[int, tuple[Entry, bytearray]],
+        met: Mapping[int, Outcome],
+        deadline: Deadline,
+    ) -> None:
+        """The fast layer had something under these keys, and only the slow one knows what it is worth.
+
+        What was lost there, or dropped on its way, is sent again. What is there at another length is for
+        the slow layer to decide. A fast copy of another length than the slow layer's object goes.
+        """
+        sizes = self._slow.sizes([writes[index].key for index in met], half_of(deadline))
+        through: list[int] = []
+        bad: list[tuple[str, str | None]] = []
+        for (index, outcome), size in zip(met.items(), sizes, strict=True):
+            write, is_conflict = writes[index], outcome.status is Status.CONFLICT
+            if is_conflict and size in (None, write.size_bytes):
+                bad.append((write.key, outcome.version))
+            found[index] = OK if is_conflict and size is None else Outcome(Status.EXISTS)
+            if size is not None:
+                self._pending.offer((fresh.pop(index)[0], None))
+                if size != write.size_bytes:
+                    through.append(index)
+        if bad:
+            self._fast.delete([key for key, _ in bad], half_of(deadline), [version for _, version in bad])
+        if through:
+            outcomes = self._write_through([writes[index] for index in through], deadline)
+            found.update(zip(through, outcomes, strict=True))
