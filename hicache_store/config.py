@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Final, TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from hicache_store.errors import ConfigurationError
 
@@ -106,26 +106,72 @@ def choice_option(name: str, default: str, choices: tuple[str, ...]) -> Option:
     return Option(name, str, "one of " + ", ".join(choices), default, choices=choices)
 
 
-_LOGIN = re.compile(r"//([^:@/?#]*):.*@", re.DOTALL)
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_SECRET_WORDS: Final = ("password", "passwd", "secret", "token", "credential", "access_key")
+_MASK: Final = "***"
+_PATHS: Final = frozenset({"file", "memory", "unix"})
+"""Schemes after which an absolute path stands; an ``@`` in it ends no login."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds what nobody should see; the name of a variable is none."""
+    return any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith("_env")
 
 
 def redacted(url: str) -> str:
-    """``url`` for people and logs: a password in it is replaced by ``***``."""
-    return _LOGIN.sub(r"//\1:***@", url)
+    """``url`` for people and logs: ``***`` stands for passwords, for users without one, which may be tokens,
+    and for options that are secret, also in URLs within its options.
+
+    A login ends at the last ``@``, percent-encoded or not, and may hold any character. Where it cannot be
+    told what is what, more is replaced rather than less.
+    """
+    text = re.sub(r"[\t\r\n]", "", url).lstrip()
+    scheme, colon, rest = text.partition(":")
+    if not colon or _SCHEME.fullmatch(scheme) is None:
+        path, mark, query = text.partition("?")
+        return _MASK if "@" in unquote(text) else f"{path}{mark}{_redacted_query(query)}"
+    place, mark, query = rest.partition("?")
+    if "@" in query and ":" in place and "@" not in unquote(place):  # a password with a raw '?'
+        return f"{scheme}:{_MASK}"
+    return f"{scheme}:{_redacted_place(scheme.lower(), place)}{mark}{_redacted_query(query)}"
+
+
+def _redacted_place(scheme: str, place: str) -> str:
+    slashes = "//" if place.startswith("//") else ""
+    login, at, host = unquote(place[len(slashes) :]).rpartition("@")
+    if not at or (scheme in _PATHS and login.startswith("/")):
+        return place
+    user, colon, _ = login.partition(":")
+    shown = f"{quote(user, safe='')}:{_MASK}" if colon else _MASK
+    return f"{slashes}{shown}@{quote(host, safe='/:,[]#')}"
+
+
+def _redacted_query(query: str) -> str:
+    return "&".join(map(_redacted_option, query.split("&")))
+
+
+def _redacted_option(pair: str) -> str:
+    name, equals, value = pair.partition("=")
+    if "@" in unquote(name):
+        return _MASK
+    if is_secret(unquote(name)):
+        return f"{name}{equals}{_MASK}"
+    plain = unquote(value)
+    has_place = ":" in plain or "@" in plain
+    return f"{name}{equals}{quote(redacted(plain), safe='/:@?=*')}" if has_place else pair
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoreUrl:
-    """A parsed store URL. ``location`` is everything between the scheme and the query; it may hold a
-    password, which shows in no text of this object."""
+    """A parsed store URL. ``location`` is everything between the scheme and the query; it and the values
+    of options may hold passwords, so that neither shows in a text of this object."""
 
     scheme: str
     location: str
     query: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
-        location = redacted(f"//{self.location}")[2:]
-        return f"StoreUrl(scheme={self.scheme!r}, location={location!r}, query={self.query!r})"
+        return f"StoreUrl(scheme={self.scheme!r}, options={[redacted(name) for name, _ in self.query]!r})"
 
     def options(self, known: Sequence[Option]) -> OptionValues:
         """The typed values of this URL's query; raises on any that is not right."""
@@ -137,10 +183,11 @@ def parse_url(url: str) -> StoreUrl:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigurationError(f"{redacted(url)!r} is not a store URL: {error}") from None
+        why = "" if "@" in unquote(url) else f": {error}"  # whose text may hold a login
+        raise ConfigurationError(f"{redacted(url)!r} is not a store URL{why}") from None
     if parts.fragment or url.endswith("#"):
         raise ConfigurationError(
-            f"{redacted(url)!r} holds a '#', which would hide what follows; write it as %23"
+            f"the {parts.scheme or 'store'} URL holds a '#', which would hide what follows; write it as %23"
         )
     if not parts.scheme:
         raise ConfigurationError(
@@ -183,7 +230,7 @@ def read_options(where: str, given: Sequence[tuple[str, str]], known: Sequence[O
         if name not in by_name:
             close = difflib.get_close_matches(name, by_name, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(by_name))}"
-            raise ConfigurationError(f"{where}: unknown option {name!r}{hint}")
+            raise ConfigurationError(f"{where}: unknown option {redacted(name)!r}{hint}")
         if name in seen:
             raise ConfigurationError(f"{where}: option {name} is given twice")
         seen.add(name)
@@ -192,7 +239,7 @@ def read_options(where: str, given: Sequence[tuple[str, str]], known: Sequence[O
 
 
 def _read_one(where: str, option: Option, text: str) -> object:
-    message = f"{where}: option {option.name}={text!r} is not accepted; give {option.accepts}"
+    message = f"{where}: option {option.name}={redacted(text)!r} is not accepted; give {option.accepts}"
     refusal = ConfigurationError(message)
     try:
         value = option.parse(text)

@@ -17,6 +17,7 @@ from hicache_store.config import (
     parse_size,
     parse_url,
     read_options,
+    redacted,
     size_option,
 )
 from hicache_store.errors import ConfigurationError, HicacheError
@@ -172,6 +173,66 @@ def test_a_text_without_scheme_is_refused(text):
 def test_a_fragment_is_refused_because_it_would_swallow_the_options(url):
     with pytest.raises(ConfigurationError, match=r"write it as %23"):
         parse_url(url)
+
+
+SECRET = "hunter2"
+
+WITH_SECRETS = [
+    ("redis://me@corp.com:hunter2@host/0", "redis://me%40corp.com:***@host/0"),
+    ("redis://me%40corp.com:hunter2@host/0", "redis://me%40corp.com:***@host/0"),
+    ("redis://a%2Fb:hunter2@host/0", "redis://a%2Fb:***@host/0"),
+    ("redis://a/b:hunter2@host/0", "redis://a%2Fb:***@host/0"),
+    ("redis://u:x/hunter2@host", "redis://u:***@host"),
+    ("redis://u:hunter2%40host", "redis://u:***@host"),
+    ("redis://u:x@y:hunter2@[::1]:7/0", "redis://u:***@[::1]:7/0"),
+    ("redis:u:hunter2@host", "redis:u:***@host"),
+    ("redis://hunter2@host", "redis://***@host"),
+    ("redis://h,u:hunter2@h2", "redis://h%2Cu:***@h2"),
+    ("redis://u:hun\nter2@h", "redis://u:***@h"),
+    (" redis://u:hunter2@h", "redis://u:***@h"),
+    ("redis://u:a?hunter2@h", "redis:***"),
+    ("redis://u:hunter2@[::1", "redis://u:***@[::1"),
+    ("redis://u:\u2100hunter2@h\u2100", "redis://u:***@h%E2%84%80"),
+    ("unix://u:hunter2@/run/r.sock", "unix://u:***@/run/r.sock"),
+    ("redis://h?password=hunter2&db=1", "redis://h?password=***&db=1"),
+    ("redis://h?pass%77ord=hunter2", "redis://h?pass%77ord=***"),
+    ("redis://h?u:hunter2%40h=1", "redis://h?***"),
+    ("file://u:hunter2@h/x", "file://u:***@h/x"),
+    ("s3://b?endpoint=http%3A%2F%2Fu%3Ahunter2%40h%3A9/", "s3://b?endpoint=http://u:***@h:9/"),
+    (
+        "layered:?fast=redis%3A%2F%2Fu%3Ahunter2%40h&slow=memory:",
+        "layered:?fast=redis://u:***@h&slow=memory:",
+    ),
+    ("layered:?fast=hunter2%40h", "layered:?fast=***"),
+    ("layered:?fast=redis://h?password=hunter2", "layered:?fast=redis://h?password=***"),
+    ("//u:hunter2@h", "***"),
+    ("u:hunter2@h", "u:***@h"),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), WITH_SECRETS)
+def test_no_text_of_a_url_holds_a_password(url, shown):
+    """Neither a redacted one, nor what stands for a parsed one, nor the refusal of one."""
+    assert redacted(url) == shown
+    for text in (url, f"{url}#x", f"{url}#", f"{url}&quota", url.replace("://", "", 1)):
+        try:
+            said = repr(parse_url(text))
+        except ConfigurationError as error:
+            said = str(error)
+        assert SECRET not in said.replace("\n", ""), text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file:///srv/a@b:c/kv?quota=1GiB", "memory:", "redis://h:6379/0?ttl=1h&password_env=NAME",
+     "unix:///run/r@x.sock?db=1", "s3://bucket/a%20b", "not a url", "file:///a%3Fb"],
+)  # fmt: skip
+def test_what_holds_no_secret_is_shown_as_it_is(url):
+    assert redacted(url) == url
+
+
+def test_a_parsed_url_shows_its_scheme_and_the_names_of_its_options():
+    assert repr(parse_url("redis://h/0?ttl=1h&db=3")) == "StoreUrl(scheme='redis', options=['ttl', 'db'])"
 
 
 def test_a_url_that_cannot_be_split_is_refused():

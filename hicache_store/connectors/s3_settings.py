@@ -18,6 +18,7 @@ from hicache_store.config import (
     choice_option,
     duration_option,
     int_option,
+    redacted,
     size_option,
 )
 from hicache_store.connectors.base import META_PREFIX
@@ -147,7 +148,9 @@ def _endpoint(text: str | None) -> str | None:
     if parts.username is not None or parts.password is not None:
         raise ConfigurationError("s3: credentials do not belong into the endpoint")
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
-        raise ConfigurationError(f"s3: endpoint={text!r} is not like http://host:port or https://host")
+        raise ConfigurationError(
+            f"s3: endpoint={redacted(text)!r} is not like http://host:port or https://host"
+        )
     return f"{parts.scheme}://{parts.netloc}"
 
 

@@ -93,6 +93,8 @@ def free_port() -> int:
         ("s3://bucket?secret_access_key=" + SECRET, "unknown option"),
         (f"s3://AK:{SECRET}@bucket/prefix", "do not belong into the URL"),
         (f"s3://bucket?endpoint=http://AK:{SECRET}@host:9000", "do not belong into the endpoint"),
+        (f"s3://bucket?endpoint=http:AK:{SECRET}@host:9000", "is not like http"),
+        (f"s3://bucket?region=x&probe=AK:{SECRET}@host", "give 1 or 0"),
     ],
 )
 def test_urls_that_cannot_work_are_refused_without_telling_secrets(url: str, words: str) -> None:
