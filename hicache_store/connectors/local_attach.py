@@ -19,6 +19,7 @@ from hicache_store.config import (
     choice_option,
     duration_option,
     int_option,
+    redacted,
     size_option,
 )
 from hicache_store.connectors.local_io import DIRECTORY_MODE, PosixIO
@@ -87,15 +88,17 @@ class Settings:
 def read_settings(url: StoreUrl) -> Settings:
     """The settings of ``url``; raises :class:`ConfigurationError` naming what is not right."""
     path = url.location
-    if not path.startswith("/") or os.path.normpath(path) == "/" or "\0" in path:
+    normal = f"/{os.path.normpath(path).lstrip('/')}"  # two leading slashes would stay
+    if not path.startswith("/") or normal == "/" or "\0" in path:
         raise ConfigurationError(
-            f"file: {path!r} is not the absolute path of a directory below /; write file:///var/cache/kv"
+            f"{redacted(f'file:{path}')!r} is not the absolute path of a directory below /; "
+            "write file:///var/cache/kv"
         )
     values = url.options(OPTIONS)
     threads = values.optional("threads", int)
     io = values.get("io", str)
     return Settings(
-        path=os.path.normpath(path),
+        path=normal,
         quota_bytes=values.optional("quota", int),
         min_free_bytes=values.optional("min_free", int),
         ttl_s=values.optional("ttl", float),
@@ -120,7 +123,7 @@ def attach(settings: Settings, io: PosixIO, clock: Clock, metrics: Metrics) -> R
         root = Root(io, tree, StorageClock(clock), settings.ttl_s, metrics)
         root.is_local = io.filesystem_type(root_fd) in _LOCAL_FILESYSTEMS
         root.syncs = "all" if settings.syncs else "nothing" if root.is_local else "data"
-        _require_private(settings.path, io.fstat(root_fd))
+        _require_own(settings.path, io.fstat(root_fd))
         if settings.is_read_only:
             _become_read_only(root, "", settings)
         else:
@@ -160,7 +163,9 @@ def _make_path(path: str) -> None:
         return
 
 
-def _require_private(path: str, found: os.stat_result) -> None:
+def _require_own(path: str, found: os.stat_result) -> None:
+    if os.path.samestat(found, os.stat("/")):
+        raise ConfigurationError(f"file: {path} is the root of the file system; give a directory below it")
     mode = found.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigurationError(

@@ -13,7 +13,9 @@ import pytest
 from local_faults import MODES, FaultyIO, eventually, failing, files_below, get, later, open_at, path_of, put
 
 from hicache_store.clock import SYSTEM_CLOCK
+from hicache_store.config import parse_url
 from hicache_store.connectors.base import Status, Touch
+from hicache_store.connectors.local_attach import read_settings
 from hicache_store.connectors.local_names import directory_of
 from hicache_store.connectors.registry import open_connector
 from hicache_store.errors import ConfigurationError, HandleError
@@ -88,6 +90,34 @@ def test_e15_a_wrong_option_is_named_with_what_is_accepted(
 def test_a_root_must_be_an_absolute_path_below_the_root_directory(url: str) -> None:
     with pytest.raises(ConfigurationError, match="absolute path"):
         open_connector(url)
+
+
+@pytest.mark.parametrize("path", ["//", "//.", "/%2F", "//%2e", "/%2F%2F", "///..", "/a/../%2F"])
+def test_no_way_of_writing_the_root_directory_is_taken(path: str) -> None:
+    with pytest.raises(ConfigurationError, match="absolute path"):
+        open_connector(f"file://{path}?readonly=1")
+
+
+def test_a_way_to_the_root_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/")
+    for path in (tmp_path / "link", Path("/proc/self/root")):
+        with pytest.raises(ConfigurationError, match="is the root of the file system"):
+            open_connector(f"file://{path}?readonly=1")
+
+
+def test_further_slashes_before_a_path_mean_nothing(tmp_path: Path) -> None:
+    first, second = open_at(tmp_path / "store"), open_connector(f"file:///%2F{tmp_path}/store?sweep=0")
+    assert put(first, KEY, DATA).is_ok
+    assert get(second, KEY, len(DATA))[1] == DATA
+    assert read_settings(parse_url(f"file:////{tmp_path}")).path == str(tmp_path)
+    first.close()
+    second.close()
+
+
+def test_a_login_in_the_place_of_a_path_is_not_told() -> None:
+    with pytest.raises(ConfigurationError, match="absolute path") as refused:
+        open_connector("file://me:hunter2@host/path")
+    assert "hunter2" not in str(refused.value)
 
 
 def test_defaults_follow_the_machine_and_the_file_system(tmp_path: Path) -> None:
