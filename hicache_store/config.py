@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from hicache_store.errors import ConfigurationError
+from hicache_store.limits import TIMEOUT_MAX_S
 
 T = TypeVar("T")
 
@@ -86,9 +87,9 @@ def size_option(name: str, default: int | None = None, minimum: int = 0) -> Opti
 
 
 def duration_option(name: str, default: float | None = None, minimum: float = 0.0) -> Option:
-    """An option in seconds."""
-    accepts = f"a time such as 500ms or 12h, at least {minimum:g} s"
-    return Option(name, parse_duration, accepts, default, minimum)
+    """An option in seconds, at most TIMEOUT_MAX_S: more is a slip, and clocks and waits cannot add it."""
+    accepts = f"a time such as 500ms or 12h, at least {minimum:g} s and at most {TIMEOUT_MAX_S / 86_400:g}d"
+    return Option(name, parse_duration, accepts, default, minimum, TIMEOUT_MAX_S)
 
 
 def int_option(name: str, default: int | None, minimum: int, maximum: int) -> Option:

@@ -77,7 +77,7 @@ def test_asking_for_another_type_is_refused():
 WRONG = {
     "quota": ["", "lots", "-1", "-4096", "4095", "1KiB", "0", "nan", "inf", "1e400", "5 apples", "0x1000"],
     "floor": ["-1", "none", "1.5.5", "MiB"],
-    "ttl": ["", "soon", "-5", "0", "999ms", "1 fortnight", "nan", "inf", "1e999d"],
+    "ttl": ["", "soon", "-5", "0", "999ms", "1 fortnight", "nan", "inf", "1e999d", "1e300", "366d"],
     "grace": ["-0.1", "-1ms"],
     "threads": ["", "0", "-1", "65", "four", "1.0", "1e1", "4k"],
     "depth": ["-1", "10"],
@@ -96,8 +96,9 @@ def test_what_is_not_accepted_is_named_with_the_way_out(name, text):
 
 @pytest.mark.parametrize(
     ("query", "value"),
-    [("quota=4096", 4_096), ("quota=4KiB", 4_096), ("threads=1", 1), ("ttl=1", 1.0), ("ttl=1000ms", 1.0)],
-)
+    [("quota=4096", 4_096), ("quota=4KiB", 4_096), ("threads=1", 1), ("ttl=1", 1.0), ("ttl=1000ms", 1.0),
+     ("ttl=365d", 31_536_000.0)],
+)  # fmt: skip
 def test_bounds_are_inclusive(query, value):
     name = query.partition("=")[0]
     assert read(query).get(name, type(value)) == value
@@ -105,7 +106,7 @@ def test_bounds_are_inclusive(query, value):
 
 def test_the_accepted_range_is_in_words():
     assert "a size such as 512MiB, at least 4096" in refusal("quota=1")
-    assert "a time such as 500ms or 12h, at least 1 s" in refusal("ttl=0")
+    assert "a time such as 500ms or 12h, at least 1 s and at most 365d" in refusal("ttl=0")
     assert "a whole number from 1 to 64" in refusal("threads=65")
     assert "1 or 0" in refusal("fsync=x")
     assert "one of auto, direct, bounce" in refusal("io=x")

@@ -259,12 +259,16 @@ class LayeredConnector:
 
     def close(self) -> None:
         """Wait for pending write-backs, drop pending fills, close both layers; idempotent."""
-        if os.getpid() == self._pid and not self._is_closed:
-            self._is_closed = True
-            self._pending.close(self._drain_s)
-            self._fills.close()
-        self._fast.close()
-        self._slow.close()
+        try:
+            if os.getpid() == self._pid and not self._is_closed:
+                self._is_closed = True
+                self._pending.close(self._drain_s)
+                self._fills.close()
+        finally:  # whatever interrupts the wait, no layer keeps its threads and files
+            try:
+                self._fast.close()
+            finally:
+                self._slow.close()
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -164,7 +164,8 @@ class Backlog:
             self._is_closing = True
             self._changed.notify_all()
             if self._thread is not None:
-                self._changed.wait_for(lambda: not self._queue and not self._writing, drain_s)
+                longest_s = min(drain_s, threading.TIMEOUT_MAX)
+                self._changed.wait_for(lambda: not self._queue and not self._writing, longest_s)
             self._is_ended = True
             if self._queue:
                 self._drop_count("closed", len(self._queue))

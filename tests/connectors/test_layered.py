@@ -14,7 +14,7 @@ from hicache_store.connectors.base import OK, Outcome, Read, Status, Write
 from hicache_store.connectors.layered import LayeredConnector
 from hicache_store.connectors.memory import MemoryConnector
 from hicache_store.connectors.registry import open_connector
-from hicache_store.errors import ConfigurationError
+from hicache_store.errors import ConfigurationError, HandleError
 from hicache_store.testing.contract_base import (
     PATIENCE_S,
     assert_delivered,
@@ -382,6 +382,33 @@ def test_closing_waits_for_what_is_on_its_way_and_not_for_ever() -> None:
         assert table_handle.sizes([key], soon()) == [SIZE if arrives else None]
         hold.until.set()
         table_handle.close()
+
+
+def test_any_time_to_drain_is_one_that_can_be_waited() -> None:
+    for drain_s in (1e10, 1e300, float("inf")):
+        fast, slow = MemoryConnector(), MemoryConnector()
+        layered = LayeredConnector(fast, slow, mode="write-back", drain_s=drain_s)
+        store(layered, {page_key("patient"): content("patient", SIZE)})
+        layered.close()
+        for layer in (fast, slow):
+            with pytest.raises(HandleError, match="closed"):
+                layer.sizes(["v1/x"], soon())
+
+
+def test_whatever_interrupts_closing_the_layers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for the drain may be interrupted, and the fast layer may fail to close."""
+    fast, slow = MemoryConnector(), MemoryConnector()
+    layered = LayeredConnector(fast, slow)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layered._pending, "close", interrupted)
+    monkeypatch.setattr(fast, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        layered.close()
+    with pytest.raises(HandleError, match="closed"):
+        slow.sizes(["v1/x"], soon())
 
 
 def test_a_removal_reaches_what_is_being_written_back(make: Callable[..., Place]) -> None:
