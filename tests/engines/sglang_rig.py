@@ -81,7 +81,17 @@ class Model:
         ]
 
 
-def _dense(model: Model, heads: int, layers: int, layout: str, slots: int, start: int, drafts: int) -> Any:
+def _dense(
+    model: Model,
+    heads: int,
+    layers: int,
+    layout: str,
+    start: int,
+    drafts: int,
+    capacity: tuple[float, int, int | None],
+) -> Any:
+    ratio, device_tokens, host_tokens = capacity
+
     def info(count: int) -> MHABufferInfo:
         k = tuple(torch.zeros(8, heads, model.k_dim, dtype=model.dtype) for _ in range(count))
         v = tuple(torch.zeros(8, heads, model.v_dim, dtype=model.dtype) for _ in range(count))
@@ -96,8 +106,8 @@ def _dense(model: Model, heads: int, layers: int, layout: str, slots: int, start
 
     kind = MHATokenToKVPoolHost if model.k_dim == model.v_dim else AsymmetricMHATokenToKVPoolHost
     return kind(
-        info(layers), 1.0, 0, model.page, layout, pin_memory=False, device_capacity_tokens=8,
-        start_layer=start, end_layer=start + layers, host_token_capacity=slots * model.page,
+        info(layers), ratio, 0, model.page, layout, pin_memory=False, device_capacity_tokens=device_tokens,
+        start_layer=start, end_layer=start + layers, host_token_capacity=host_tokens,
         draft_buffer_infos=[info(1) for _ in range(drafts)],
     )  # fmt: skip
 
@@ -128,13 +138,17 @@ def host_pool(
     start: int = 0,
     slots: int = 16,
     drafts: int = 0,
+    ratio: float | None = None,
 ) -> Any:
-    """The real host pool of a rank, filled with a byte that no test writes."""
+    """The real host pool of a rank, filled with a byte that no test writes. With a ratio SGLang sizes it,
+    and ``slots`` are those of the device; such a pool is dense."""
     count = model.layers if layers is None else layers
     if model.latent:
         pool = _latent(model, count, layout, slots, start, drafts)
     else:
-        pool = _dense(model, heads or model.heads, count, layout, slots, start, drafts)
+        tokens = slots * model.page
+        capacity = (1.0, 8, tokens) if ratio is None else (ratio, tokens, None)
+        pool = _dense(model, heads or model.heads, count, layout, start, drafts, capacity)
     for buffer in pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else (pool.kv_buffer,):
         buffer.view(torch.uint8).fill_(0xA5)
     return pool

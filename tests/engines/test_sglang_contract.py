@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -21,6 +23,7 @@ from sglang_rig import Model, Rank, attach, host_pool, make_rank, ranks, storage
 from hicache_store.clock import Deadline
 from hicache_store.engines.sglang import HiCacheL3
 from hicache_store.errors import HandleError
+from hicache_store.store import transfer
 from hicache_store.testing.faults import CountingConnector
 
 MODEL = Model()
@@ -177,6 +180,86 @@ def test_c03_a_batch_is_one_call_to_the_storage(rank: Rank) -> None:
     assert counting.items["read"] == 6
 
 
+class Copies:
+    """Where the bytes between a rank's pool and the storage lie, and how many the store itself copied."""
+
+    def __init__(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool_bytes = self.other_bytes = self.copied_bytes = 0
+        self._pool = [_extent(buffer.view(torch.uint8).reshape(-1).numpy()) for buffer in rank.pool.kv_buffer]
+        self._lock = threading.Lock()
+        parts, buffers = transfer.PieceTarget.parts, transfer.ChunkSource.buffers
+
+        def watched_parts(target: Any) -> Any:
+            found = parts(target)
+            self._note([view for _, views in found for view in views])
+            return found
+
+        def watched_buffers(source: Any) -> Any:
+            found = buffers(source)
+            self._note(found)
+            return found
+
+        monkeypatch.setattr(transfer.PieceTarget, "parts", watched_parts)
+        monkeypatch.setattr(transfer.ChunkSource, "buffers", watched_buffers)
+        for name in ("pack", "unpack"):
+            monkeypatch.setattr(transfer, name, self._counted(getattr(transfer, name)))
+
+    def _note(self, views: Any) -> None:
+        for view in views:
+            start, stop = _extent(np.frombuffer(view, np.uint8))
+            inside = any(first <= start and stop <= last for first, last in self._pool)
+            with self._lock:
+                self.pool_bytes += inside * (stop - start)
+                self.other_bytes += (not inside) * (stop - start)
+
+    def _counted(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def counted(plan: Any, *more: Any) -> None:
+            with self._lock:
+                self.copied_bytes += plan.total_bytes
+            copy(plan, *more)
+
+        return counted
+
+
+def _extent(memory: np.ndarray) -> tuple[int, int]:
+    start = int(memory.__array_interface__["data"][0])
+    return start, start + memory.nbytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp_size", "copies"), [("layer_first", 8, 0), ("page_first", 8, 1), ("page_head", 1, 1)]
+)
+def test_c07_pages_are_copied_once_at_most_and_into_memory_that_stays(
+    url: str, monkeypatch: pytest.MonkeyPatch, layout: str, tp_size: int, copies: int
+) -> None:
+    """Between the storage and the host pool. Where a page lies in long runs the storage reads and writes the
+    pool's own memory; elsewhere it passes through one block a worker, that the next page takes over."""
+    model = Model(k_dim=128, v_dim=128, page=64, layers=4)
+    page_bytes = 2 * model.layers * model.page * model.heads // tp_size * model.k_dim * 2
+    hashes, trailers = model.hashes(12), 12 * 4096
+    made = make_rank(model, url, layout=layout, tp_size=tp_size, slots=32)
+    made.write(model.hashes(1, "first"), [31])  # announces, opens, plans
+    made.read(model.hashes(1, "first"), [31])
+    (store, _), *_ = made.backend._anchor.store.parts
+    filled = made.indices(range(12))
+    for call in (made.backend.batch_set_v1, made.backend.batch_get_v1):
+        with monkeypatch.context() as patch:
+            seen = Copies(made, patch)
+            tracemalloc.start()
+            done = call(hashes, filled)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        payload = 12 * page_bytes
+        assert done == [True] * 12
+        assert seen.copied_bytes == copies * payload
+        assert seen.pool_bytes == (0 if copies else payload)
+        assert 0 <= seen.other_bytes - copies * payload <= trailers
+        assert peak_bytes < payload / 4  # bookkeeping, and no second home for pages
+    workers = made.backend._connector.capabilities.concurrency
+    assert store._context.staging.allocated_bytes <= copies * workers * (page_bytes + 65536)
+    made.close()
+
+
 def test_lookup_read_and_write_run_at_the_same_time(url: str) -> None:
     """SGLang has one thread for each; none may wait for another's turn, and answers stay right."""
     with ranks(MODEL, url, layout="page_head", slots=64) as (made,):
@@ -250,12 +333,6 @@ def test_a47_replicated_heads_are_written_by_one_elected_rank(url: str) -> None:
         assert 0 < written[0] < 8
         for one in made:
             assert one.backend.batch_exists(hashes) == 8
-
-
-def test_c15_prefetching_has_room_where_host_and_device_are_of_one_size() -> None:
-    """SGLang's own limit of this version: half the host pool, not what is left of it beside the device."""
-    pool = host_pool(MODEL, slots=16)
-    assert pool.logical_size // 2 >= MODEL.page
 
 
 def test_a_policy_that_never_gates_only_tells(rank: Rank) -> None:

@@ -256,6 +256,30 @@ def test_c13_what_is_stored_is_not_written_again(engine: Engine, url: str) -> No
     assert engine.backend.metrics.get("backup.bytes") == 0
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.01, 2.0])
+def test_c15_prefetching_has_room_at_any_ratio_of_host_to_device(url: str, ratio: float) -> None:
+    """Host memory no larger than the device's still takes prefetches: SGLang's limit is half the host pool,
+    not what it has beyond the device. A prefetch of all that the limit admits comes back whole."""
+    made = Engine(MODEL, host_pool(MODEL, slots=64, ratio=ratio, layout="page_first"))
+    made.attach(url)
+    controller = made.controller
+    limit = controller.prefetch_capacity_limit
+    tokens = range(limit // MODEL.page * MODEL.page)
+    assert len(tokens) > (64 * ratio / 2 - 1) * MODEL.page
+    indices = made.pool.alloc(len(tokens))
+    hashes = _fill(made, indices, tokens)
+    assert made.backup(tokens, indices) == len(hashes)
+    made.free(indices)
+    made.pool.kv_buffer.view(torch.uint8).fill_(0)
+    assert not controller.prefetch_rate_limited()
+    fetched = made.prefetch(tokens)
+    assert (fetched.hit_pages, fetched.completed_pages) == (len(hashes), len(hashes))
+    _assert_holds(made, hashes, fetched.host_indices)
+    controller.prefetch_tokens_occupied = limit  # the scheduler's count of what it has asked for
+    assert controller.prefetch_rate_limited()
+    made.detach()
+
+
 def test_c20_what_is_stored_is_visible_before_the_operation_ends(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ SECOND = [*FIRST[:160], *(_DRAW.randrange(256) for _ in range(100))]
 PROMPTS = (FIRST, SECOND)
 OWN = {name: [_DRAW.randrange(256) for _ in range(330)] for name in ("tp2", "pp2")}
 """What an engine of two ranks stores itself, in two objects a page."""
+ROUND = [[_DRAW.randrange(256) for _ in range(10 * PAGE + more)] for more in (-1, 0, 1)]
+"""Lengths at the edge of a page: of a page's tokens the last one must be computed, to have an output."""
+MANY = [[_DRAW.randrange(256) for _ in range(330)] for _ in range(8)]
+"""More than the device's 2048 tokens, less than the host's 4096."""
+ALONE = [_DRAW.randrange(256) for _ in range(330)]
 NOTHING_STORED, ALL_STORED = [(0, 0), (160, 0)], [(0, 320), (160, 96)]
 """Tokens of each prompt that come from the device and from storage: the second follows the first."""
 
@@ -48,11 +53,14 @@ class Shared:
     written: list[str]
     """The engines of two ranks that have stored their own prompt."""
 
-    def options(self, tp: int, pp: int, layout: str) -> dict[str, Any]:
-        return options(self.model, tp=tp, pp=pp, layout=layout, configuration=configuration(self.url))
 
-    def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+@dataclass(frozen=True)
+class Reader:
+    """An engine over what is shared."""
+
+    name: str
+    engine: Engine
+    shared: Shared
 
 
 def configuration(url: str, **more: object) -> dict[str, Any]:
@@ -98,6 +106,26 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return Shared(folder / "model", url, folder, answers, [])
 
 
+READERS = {
+    "tp2": {"tp": 2, "pp": 1, "layout": "layer_first"},
+    "pp2": {"tp": 1, "pp": 2, "layout": "page_head"},
+    "restarted": {"tp": 1, "pp": 1, "layout": "page_first"},
+}
+
+
+@pytest.fixture(scope="module")
+def reader(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Reader]:
+    """An engine that one test after another asks; it ends before that of another topology starts."""
+    name: str = request.param
+    given = options(shared.model, **READERS[name], configuration=configuration(shared.url))
+    with running(given, shared.folder / f"{name}.log") as engine:
+        yield Reader(name, engine, shared)
+
+
+of_two_ranks = pytest.mark.parametrize("reader", ["tp2", "pp2"], indirect=True, scope="module")
+restarted = pytest.mark.parametrize("reader", ["restarted"], indirect=True, scope="module")
+
+
 def wait_for(url: str, prompts: Sequence[Sequence[int]], *, objects: int) -> None:
     """Backups run behind the answers: wait until every page of the prompts has so many objects."""
     hashes = {page_hash for prompt in prompts for page_hash in page_hashes(prompt, PAGE)}
@@ -117,47 +145,111 @@ def test_what_an_engine_stored_bears_the_names_that_anyone_can_compute(shared: S
     assert sources(shared.answers) == NOTHING_STORED
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "pp", "layout"),
-    [("tp2", 2, 1, "layer_first"), ("pp2", 1, 2, "page_head")],
-)
-def test_an_engine_of_another_topology_and_layout_continues_from_storage(
-    shared: Shared, name: str, tp: int, pp: int, layout: str
-) -> None:
-    with running(shared.options(tp, pp, layout), shared.log(name)) as engine:
-        read = engine.generate(PROMPTS)
-        engine.generate([OWN[name]])
-        wait_for(shared.url, [OWN[name]], objects=2)
-        shared.written.append(name)
-        engine.detach()
+@of_two_ranks
+def test_e16_tokens_from_storage_are_those_that_all_ranks_have(reader: Reader) -> None:
+    """One of two ranks lacks a page: what is told is the length that both could load, whichever it is."""
+    engine, shared, own = reader.engine, reader.shared, OWN[reader.name]
+    (computed,) = engine.generate([own])
+    wait_for(shared.url, [own], objects=2)
+    shared.written.append(reader.name)
+    assert sources([computed]) == [(0, 0)]
+    for one_of_two in (0, 1):
+        remove(shared.url, page_hashes(own, PAGE)[6], one_of_two)
         engine.forget()
-        computed = engine.generate(PROMPTS)
+        (read,) = engine.generate([own])
+        assert sources([read]) == [(0, 6 * PAGE)]
+        assert read.tokens == computed.tokens
+        wait_for(shared.url, [own], objects=2)
+
+
+@of_two_ranks
+def test_an_engine_of_another_topology_and_layout_continues_from_storage(reader: Reader) -> None:
+    engine = reader.engine
+    engine.forget()
+    read = engine.generate(PROMPTS)
+    engine.detach()
+    engine.forget()
+    computed = engine.generate(PROMPTS)
     assert sources(read) == ALL_STORED
     assert {answer.backend for answer in read} == {"HiCacheL3"}
     assert sources(computed) == NOTHING_STORED
     assert tokens(read) == tokens(computed)
 
 
-def test_a_restarted_engine_reads_what_all_wrote_and_altered_bytes_are_noticed(shared: Shared) -> None:
+@restarted
+def test_a41_a_hit_answers_as_a_miss_at_the_edges_of_pages(reader: Reader) -> None:
+    """A token short of ten pages, ten pages, a token more: 64 greedy tokens are those that were computed."""
+    engine = reader.engine
+    cold = engine.generate(ROUND, new_tokens=64)
+    wait_for(reader.shared.url, ROUND, objects=1)
+    engine.forget()
+    read = engine.generate(ROUND, new_tokens=64)
+    assert sources(cold) == [(0, 0)] * 3
+    assert sources(read) == [(0, 9 * PAGE), (0, 9 * PAGE), (0, 10 * PAGE)]
+    assert [len(answer.tokens) for answer in read] == [64] * 3
+    assert tokens(read) == tokens(cold)
+
+
+@restarted
+def test_e16_every_cached_token_is_told_with_the_tier_that_had_it(reader: Reader) -> None:
+    """Prompts of any length, in any order, of more than the device holds. All their whole pages are stored,
+    so those before the last token are cached, and the tiers of each answer add up to them."""
+    engine, draw = reader.engine, random.Random(16)
+    cold = engine.generate(MANY)
+    wait_for(reader.shared.url, MANY, objects=1)
+    engine.forget()
+    asked = [draw.choice(MANY)[: draw.randrange(2 * PAGE, 331)] for _ in range(60)]
+    answers = engine.generate(asked, new_tokens=1)
+    tiers = [(answer.device, answer.host, answer.storage) for answer in answers]
+    assert [sum(one) for one in tiers] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]
+    mixes = {tuple(bool(held) for held in one) for one in tiers}
+    assert {(True, False, False), (False, True, False), (False, False, True)} <= mixes
+    assert any(sum(mix) > 1 for mix in mixes)
+    assert tokens(engine.generate(MANY)) == tokens(cold)
+
+
+@restarted
+def test_another_tenant_and_other_weights_find_nothing_and_answer_alike(reader: Reader) -> None:
+    """The engine, its model and its prompt are the same; only the namespace is another."""
+    engine, url = reader.engine, reader.shared.url
+    (computed,) = engine.generate([ALONE])
+    wait_for(url, [ALONE], objects=1)
+    for objects, apart in enumerate(({"tenant": "other"}, {"weights": "other"}), start=2):
+        engine.detach()
+        engine.attach(configuration(url, **apart))
+        engine.forget()
+        (refused,) = engine.generate([ALONE])
+        wait_for(url, [ALONE], objects=objects)
+        engine.forget()
+        (own,) = engine.generate([ALONE])
+        assert sources([refused, own]) == [(0, 0), (0, 320)]
+        assert refused.tokens == own.tokens == computed.tokens
+    engine.detach()
+    engine.attach(configuration(url))
+
+
+@restarted
+def test_a_restarted_engine_reads_what_all_wrote_and_altered_bytes_are_noticed(reader: Reader) -> None:
     """Last, because it alters the store. With verification off altered KV changes the answer, which shows
     that answers depend on what is read; with it on the altered pages are computed and stored again."""
+    engine, shared = reader.engine, reader.shared
     others = [OWN[name] for name in shared.written]
-    with running(shared.options(1, 1, "page_first"), shared.log("restarted")) as engine:
-        read, read_others = engine.generate(PROMPTS), engine.generate(others)
-        engine.detach()
-        engine.forget()
-        computed, computed_others = engine.generate(PROMPTS), engine.generate(others)
+    engine.forget()
+    read, read_others = engine.generate(PROMPTS), engine.generate(others)
+    engine.detach()
+    engine.forget()
+    computed, computed_others = engine.generate(PROMPTS), engine.generate(others)
 
-        negate(shared.url, page_hashes(FIRST, PAGE)[5:])
-        engine.attach(configuration(shared.url, verify=False))
-        engine.forget()
-        altered = engine.generate(PROMPTS)
-        engine.detach()
+    negate(shared.url, page_hashes(FIRST, PAGE)[5:])
+    engine.attach(configuration(shared.url, verify=False))
+    engine.forget()
+    altered = engine.generate(PROMPTS)
+    engine.detach()
 
-        engine.attach(configuration(shared.url))
-        engine.forget()
-        refused = engine.generate(PROMPTS)
-        repaired = until_all_stored(engine)
+    engine.attach(configuration(shared.url))
+    engine.forget()
+    refused = engine.generate(PROMPTS)
+    repaired = until_all_stored(engine)
     assert tokens(shared.answers) == tokens(read) == tokens(computed)
     assert sources(read) == sources(altered) == ALL_STORED
     assert sources(computed) == NOTHING_STORED
@@ -179,6 +271,15 @@ def until_all_stored(engine: Engine) -> list[Answer]:
         if sources(answers) == ALL_STORED:
             return answers
         assert time.monotonic() < end, answers
+
+
+def remove(url: str, page_hash: str, one: int) -> None:
+    """Delete one of a page's objects behind the engine's back."""
+    connector = open_connector(url)
+    key = sorted(stored(connector)[page_hash])[one]
+    (outcome,) = connector.delete([key], Deadline.after(10.0))
+    assert outcome.is_ok
+    connector.close()
 
 
 def negate(url: str, hashes: Sequence[str]) -> None:
