@@ -35,7 +35,7 @@ from hicache_store.connectors.redis_scan import scan
 from hicache_store.connectors.redis_settings import RedisSettings, read_settings
 from hicache_store.connectors.redis_survey import Survey, survey, warn
 from hicache_store.connectors.redis_topology import Topology
-from hicache_store.connectors.redis_wire import VERSION_BYTES, ErrorReply, Reply, command
+from hicache_store.connectors.redis_wire import VERSION_BYTES, ErrorReply, Reply, command, lengths_differ
 from hicache_store.connectors.redis_write import WriteWork, lifetime_ms
 from hicache_store.connectors.workers import Workers
 from hicache_store.errors import ConfigurationError
@@ -245,7 +245,7 @@ class RedisConnector:
             version = versions.get(index)
             length = lengths[index]
             assert isinstance(length, int)
-            detail = f"there are {length - VERSION_BYTES} bytes, not {writes[index].size_bytes}"
+            detail = lengths_differ(length, writes[index].size_bytes)
             known = version.hex() if isinstance(version, bytes) and version else None
             outcomes[index] = Outcome(Status.CONFLICT, detail, known)
         return outcomes

@@ -16,8 +16,16 @@ from hicache_store.connectors.base import ABSENT, TIMED_OUT, Outcome, Part, Read
 from hicache_store.connectors.batch import Claim, failure
 from hicache_store.connectors.local_io import as_bytes
 from hicache_store.connectors.local_transfer import Scratch, scatter
-from hicache_store.connectors.redis_rounds import ASKING, Lane, Redo, outcome_of
-from hicache_store.connectors.redis_wire import VERSION_BYTES, ErrorReply, Head, ProtocolError, Wire, command
+from hicache_store.connectors.redis_rounds import ASKING, OTHER_TYPE, Lane, Redo, damaged, outcome_of
+from hicache_store.connectors.redis_wire import (
+    VERSION_BYTES,
+    ErrorReply,
+    Head,
+    ProtocolError,
+    Wire,
+    command,
+    lengths_differ,
+)
 from hicache_store.limits import REDIS_AHEAD_BYTES, REDIS_AHEAD_ITEMS
 
 _PlainPart: TypeAlias = "tuple[int, int, list[memoryview]]"
@@ -137,6 +145,8 @@ class _Arrival:
         if head.kind != "-":
             raise ProtocolError(f"a reply begins with {head.kind!r}")
         error = ErrorReply(head.text)
+        if error.kind == OTHER_TYPE:
+            return damaged(error)
         redo = None if self._has_asked_target else self._lane.redo_of(error)
         return outcome_of(error) if redo is None else redo
 
@@ -295,7 +305,7 @@ def _length(fetched: Sequence[tuple[int, int]]) -> int:
 
 
 def _wrong_size(stored: int, size: int, version: str) -> Outcome:
-    return Outcome(Status.WRONG_SIZE, f"there are {stored - VERSION_BYTES} bytes, not {size}", version)
+    return Outcome(Status.WRONG_SIZE, lengths_differ(stored, size), version or None)
 
 
 def _checked(parts: Sequence[Part], size: int) -> list[_PlainPart]:

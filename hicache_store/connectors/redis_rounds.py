@@ -28,6 +28,11 @@ ResultT = TypeVar("ResultT")
 
 ASKING = command(b"ASKING")
 
+OTHER_TYPE: Final = "WRONGTYPE"
+_WAY_OUT: Final = (
+    "another program keeps a list, a hash or the like under this key; remove it there (DEL), "
+    "or give the store a prefix of its own"
+)
 _BUSY = frozenset({"LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MOVED", "ASK", "EXECABORT"})
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 
@@ -275,4 +280,12 @@ def outcome_of(error: ErrorReply) -> Outcome:
     """What an error reply means for its item."""
     if error.kind in _REFUSALS:
         return Outcome(Status.REFUSED, error.text, is_transient=True)
+    if error.kind == OTHER_TYPE:
+        return Outcome(Status.FAILED, f"{error.text}; {_WAY_OUT}")
     return Outcome(Status.FAILED, error.text, is_transient=error.kind in _BUSY)
+
+
+def damaged(error: ErrorReply) -> Outcome:
+    """What a read met that found a list, a hash or the like: nothing that could ever be an object, and
+    without a version that would let anybody replace what another program keeps there."""
+    return Outcome(Status.WRONG_SIZE, outcome_of(error).detail)

@@ -61,6 +61,13 @@ class Head(NamedTuple):
     text: str
 
 
+def lengths_differ(stored: int, size_bytes: int) -> str:
+    """In words that a value of ``stored`` bytes is not an object of ``size_bytes`` and its version."""
+    if stored < VERSION_BYTES:
+        return f"there is a value of {stored} bytes, too short for any object"
+    return f"there are {stored - VERSION_BYTES} bytes, not {size_bytes}"
+
+
 def command(*words: bytes) -> bytes:
     """One command as it is sent."""
     body = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])

@@ -26,6 +26,7 @@ from hicache_store.connectors.redis_wire import (
     ProtocolError,
     Wire,
     command,
+    lengths_differ,
 )
 from hicache_store.limits import REDIS_AHEAD_ITEMS, REDIS_REPLY_GRACE_S, REDIS_WRITE_AHEAD_BYTES
 
@@ -169,7 +170,7 @@ class WriteWork:
         there = length.number - VERSION_BYTES
         if there == write.size_bytes or length.number == 0:  # gone since: like one evicted a moment later
             return Outcome(Status.EXISTS)
-        return Outcome(Status.CONFLICT, f"there are {there} bytes, not {write.size_bytes}")
+        return Outcome(Status.CONFLICT, lengths_differ(length.number, write.size_bytes))
 
     # -- replacing -------------------------------------------------------------------------
 

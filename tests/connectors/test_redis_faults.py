@@ -270,7 +270,6 @@ def test_bytes_that_nobody_asked_for_end_the_connection() -> None:
         (b"-MOVED 1 127.0.0.1:1\r\n", Status.FAILED, True),
         (b"-NOPERM this user has no permissions\r\n", Status.FAILED, False),
         (b"-NOAUTH Authentication required.\r\n", Status.FAILED, False),
-        (b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n", Status.FAILED, False),
         (b"-OOM command not allowed when used memory > 'maxmemory'.\r\n", Status.REFUSED, True),
         (b"-READONLY You can't write against a read only replica.\r\n", Status.REFUSED, True),
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", Status.REFUSED, True),
@@ -435,10 +434,11 @@ def test_what_is_no_value_of_ours_harms_nobody(handle: RedisConnector, redis_sin
     store(handle, {"good": content("good", 100)})
     assert handle.sizes(["list", "short", "good"], soon()) == [None, 0, 100]
     outcome, target = fetch(handle, "list", 100)
-    assert outcome.status is Status.FAILED
+    assert (outcome.status, outcome.version) == (Status.WRONG_SIZE, None)
     assert "WRONGTYPE" in outcome.detail
     outcome, target = fetch(handle, "short", 100)
     assert outcome.status is Status.WRONG_SIZE
+    assert outcome.detail == "there is a value of 3 bytes, too short for any object"
     assert target.is_untouched
     write = write_of("short", content("short", 100), replace=outcome.version)
     assert handle.write_from([write], soon())[0].status is Status.OK
