@@ -94,7 +94,7 @@ def _run(root: Path, *, threads: int, pages: int, rounds: int, cold: bool) -> li
     bare.write()
     side = rank_side(made, "tp1", Rank(), "canonical", pages, seed=2)
     assert side.bytes_per_page == MIB
-    url = f"file://{root}/store?threads={threads}&quota={4 * total + (1 << 30)}"
+    url = f"file://{root}/store?threads={threads}&quota={4 * total + (1 << 30)}B"
     kept = hashes(pages, "kept")
     rows: list[Row] = []
     with attach(url, made, side) as checked, attach(url, made, side, verify=False) as unchecked:

@@ -23,7 +23,7 @@ def run(base: str, *, threads: int, pages: int, rounds: int) -> list[Row]:
     stores: list[Store] = []
     total = pages * MIB
     made = model(layers=16, heads=2, tenant="layouts")
-    url = f"file://{root}/store?threads={threads}&quota={16 * total + (1 << 30)}"
+    url = f"file://{root}/store?threads={threads}&quota={16 * total + (1 << 30)}B"
     serial = count()
     try:
         bare_get = BareFiles(root / "bare-get", pages, MIB, threads)

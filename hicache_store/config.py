@@ -21,13 +21,28 @@ from hicache_store.limits import TIMEOUT_MAX_S
 T = TypeVar("T")
 
 _SIZE_UNITS = {
-    "": 1, "b": 1,
+    "b": 1,
     "k": 10**3, "kb": 10**3, "kib": 2**10,
     "m": 10**6, "mb": 10**6, "mib": 2**20,
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
-_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+_ROUND_NUMBER = 1_000
+"""From here up a number alone was hardly meant in the largest unit."""
+
+
+class MissingUnitError(ValueError):
+    """A number alone, which may mean anything: read as bytes or seconds it would let a store be emptied.
+    The text says how to write it."""
+
+
+def _missing_unit(text: str, value: float, large: str, small: str, meaning: str) -> MissingUnitError:
+    number = text.strip()
+    guess = f"{number}{large}, or " if value < _ROUND_NUMBER else ""
+    return MissingUnitError(f"give a unit, {guess}{number}{small} if you mean {meaning}")
 
 
 def _split_unit(text: str) -> tuple[float, str]:
@@ -40,16 +55,26 @@ def _split_unit(text: str) -> tuple[float, str]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``"64MiB"``, ``"10GB"`` or ``"4096"``; ``ValueError`` otherwise."""
+    """Bytes of ``"64MiB"``, ``"10GB"``, ``"4096B"`` or ``"0"``; ``ValueError`` otherwise, and
+    :class:`MissingUnitError` for any other number alone."""
     value, unit = _split_unit(text)
+    if not unit:
+        if value:
+            raise _missing_unit(text, value, "GiB", "B", "bytes")
+        return 0
     if unit not in _SIZE_UNITS:
         raise ValueError(text)
     return int(value * _SIZE_UNITS[unit])
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``"30"``, ``"500ms"``, ``"12h"`` or ``"7d"``; ``ValueError`` otherwise."""
+    """Seconds of ``"30s"``, ``"500ms"``, ``"12h"``, ``"7d"`` or ``"0"``; ``ValueError`` otherwise, and
+    :class:`MissingUnitError` for any other number alone."""
     value, unit = _split_unit(text)
+    if not unit:
+        if value:
+            raise _missing_unit(text, value, "d", "s", "seconds")
+        return 0.0
     if unit not in _TIME_UNITS:
         raise ValueError(text)
     seconds = value * _TIME_UNITS[unit]
@@ -240,10 +265,12 @@ def read_options(where: str, given: Sequence[tuple[str, str]], known: Sequence[O
 
 
 def _read_one(where: str, option: Option, text: str) -> object:
-    message = f"{where}: option {option.name}={redacted(text)!r} is not accepted; give {option.accepts}"
-    refusal = ConfigurationError(message)
+    message = f"{where}: option {option.name}={redacted(text)!r} is not accepted"
+    refusal = ConfigurationError(f"{message}; give {option.accepts}")
     try:
         value = option.parse(text)
+    except MissingUnitError as missing:
+        raise ConfigurationError(f"{message}; {missing}") from None
     except (ValueError, OverflowError):
         raise refusal from None
     if option.choices and value not in option.choices:

@@ -75,9 +75,9 @@ def test_asking_for_another_type_is_refused():
 
 
 WRONG = {
-    "quota": ["", "lots", "-1", "-4096", "4095", "1KiB", "0", "nan", "inf", "1e400", "5 apples", "0x1000"],
+    "quota": ["", "lots", "-1", "-4096", "4095B", "1KiB", "0", "nan", "inf", "1e400", "5 apples", "0x1000"],
     "floor": ["-1", "none", "1.5.5", "MiB"],
-    "ttl": ["", "soon", "-5", "0", "999ms", "1 fortnight", "nan", "inf", "1e999d", "1e300", "366d"],
+    "ttl": ["", "soon", "-5", "0", "999ms", "1 fortnight", "nan", "inf", "1e999d", "1e300s", "366d"],
     "grace": ["-0.1", "-1ms"],
     "threads": ["", "0", "-1", "65", "four", "1.0", "1e1", "4k"],
     "depth": ["-1", "10"],
@@ -96,7 +96,7 @@ def test_what_is_not_accepted_is_named_with_the_way_out(name, text):
 
 @pytest.mark.parametrize(
     ("query", "value"),
-    [("quota=4096", 4_096), ("quota=4KiB", 4_096), ("threads=1", 1), ("ttl=1", 1.0), ("ttl=1000ms", 1.0),
+    [("quota=4096B", 4_096), ("quota=4KiB", 4_096), ("threads=1", 1), ("ttl=1s", 1.0), ("ttl=1000ms", 1.0),
      ("ttl=365d", 31_536_000.0)],
 )  # fmt: skip
 def test_bounds_are_inclusive(query, value):
@@ -105,7 +105,7 @@ def test_bounds_are_inclusive(query, value):
 
 
 def test_the_accepted_range_is_in_words():
-    assert "a size such as 512MiB, at least 4096" in refusal("quota=1")
+    assert "a size such as 512MiB, at least 4096" in refusal("quota=1B")
     assert "a time such as 500ms or 12h, at least 1 s and at most 365d" in refusal("ttl=0")
     assert "a whole number from 1 to 64" in refusal("threads=65")
     assert "1 or 0" in refusal("fsync=x")
@@ -164,7 +164,7 @@ def test_urls_split(url, scheme, location, query):
     assert (parsed.scheme, parsed.location, parsed.query) == (scheme, location, query)
 
 
-@pytest.mark.parametrize("text", ["", "/absolute", "relative/path", "//host/path", "?quota=1", "1:x", ":x"])
+@pytest.mark.parametrize("text", ["", "/absolute", "relative/path", "//host/path", "?quota=1B", "1:x", ":x"])
 def test_a_text_without_scheme_is_refused(text):
     with pytest.raises(ConfigurationError, match=re.escape(repr(text))):
         parse_url(text)
@@ -244,9 +244,9 @@ def test_a_url_that_cannot_be_split_is_refused():
 @pytest.mark.parametrize(
     ("text", "bytes_"),
     [
-        ("0", 0), ("1", 1), ("512b", 512), ("1k", 1_000), ("1kB", 1_000), ("1KiB", 1_024),
+        ("0", 0), ("0.0", 0), ("1B", 1), ("512b", 512), ("1k", 1_000), ("1kB", 1_000), ("1KiB", 1_024),
         ("1.5 MiB", 1_572_864), (" 2 GB ", 2 * 10**9), ("3TiB", 3 * 2**40),
-        ("1e3", 1_000), ("0.5kib", 512), ("7t", 7 * 10**12),
+        ("1e3b", 1_000), ("0.5kib", 512), ("7t", 7 * 10**12),
     ],
 )  # fmt: skip
 def test_sizes(text, bytes_):
@@ -257,7 +257,8 @@ def test_sizes(text, bytes_):
     ("text", "seconds"),
     [
         ("0", 0.0),
-        ("30", 30.0),
+        ("0.0", 0.0),
+        ("30s", 30.0),
         ("1.5s", 1.5),
         ("500ms", 0.5),
         ("2m", 120.0),
@@ -267,6 +268,23 @@ def test_sizes(text, bytes_):
 )
 def test_durations(text, seconds):
     assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "way_out"),
+    [
+        (size_option("quota"), "4096", "give a unit, 4096B if you mean bytes"),
+        (size_option("quota"), "4", "give a unit, 4GiB, or 4B if you mean bytes"),
+        (duration_option("ttl"), "7", "give a unit, 7d, or 7s if you mean seconds"),
+        (duration_option("ttl"), "0.5 ", "give a unit, 0.5d, or 0.5s if you mean seconds"),
+    ],
+)
+def test_a_number_without_a_unit_is_refused_with_the_way_out(option, text, way_out):
+    """Read as bytes or seconds, a quota of 4 or a lifetime of 7 would empty a store."""
+    with pytest.raises(ConfigurationError) as refused:
+        read_options("file", [(option.name, text)], [option])
+    assert str(refused.value) == f"file: option {option.name}={text!r} is not accepted; {way_out}"
+    assert not read_options("file", [(option.name, "0")], [option]).get(option.name, object)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", " on "])
@@ -296,7 +314,7 @@ def test_any_text_is_a_number_or_a_value_error(text):
 
 @given(st.integers(0, 2**50))
 def test_whole_bytes_survive_any_way_of_writing_them(size):
-    assert parse_size(str(size)) == parse_size(f"{size}b") == size
+    assert parse_size(f"{size} B") == parse_size(f"{size}b") == size
     assert parse_size(f"{size}KiB") == size * 1_024
 
 

@@ -23,7 +23,7 @@ _COLUMNS = (
     Column("pool"),
     Column("heads cut at"),
     Column("layers cut at"),
-    Column("objects", is_number=True),
+    Column("objects a page", is_number=True),
 )
 
 
@@ -44,7 +44,7 @@ def _list(connector: Connector, args: Namespace, out: Output) -> None:
                 if slot.is_free:
                     continue
                 entries.append({"namespace": namespace, "slot": number, **_described(slot)})
-                row(out.digest(namespace), number, *_texts(slot))
+                row(out.namespace(namespace), number, *_texts(slot))
     out.document({"url": masked(args.url), "grids": entries})
 
 

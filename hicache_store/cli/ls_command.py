@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from hicache_store.cli.listing import objects
 from hicache_store.cli.masking import masked
-from hicache_store.cli.opening import opened, warn_of_faults
+from hicache_store.cli.opening import opened, warn_of_faults, warn_of_no_store
 from hicache_store.cli.output import Column, Output, age_text, size_text
-from hicache_store.connectors.base import Connector
+from hicache_store.connectors.base import Connector, Entry
 from hicache_store.layout.names import ObjectName
 from hicache_store.limits import LISTING_PAGES_MAX
 
@@ -52,20 +53,36 @@ def run(args: Namespace, out: Output) -> int:
         else:
             _list_objects(connector, masked(args.url), prefix, out)
         warn_of_faults(connector, out)
+        warn_of_no_store(args.url, out)
     return 0
 
 
 def _list_objects(connector: Connector, url: str, prefix: str, out: Output) -> None:
     count = total = 0
     with out.table(_OBJECT_COLUMNS) as row, out.array({"url": url}, "objects") as items:
-        for entry, name in objects(connector, prefix):
+        for entry, name in _ordered(connector, prefix, out):
             count += 1
             total += entry.size_bytes
             age = age_text(entry.last_used_s)
             size = size_text(entry.size_bytes)
-            row(size, age, out.digest(name.namespace), out.digest(name.page_hash), name.leaf)
+            row(size, age, out.namespace(name.namespace), out.digest(name.page_hash), name.leaf)
             items.add({"key": entry.key, **_described(name), **_used(entry.size_bytes, entry.last_used_s)})
         items.tail = {"count": count, "bytes": total}
+    if not count:
+        out.note("0 objects")
+
+
+def _ordered(connector: Connector, prefix: str, out: Output) -> Iterator[tuple[Entry, ObjectName]]:
+    """The objects by key; of more than fit in memory, those that the storage gives first by key, then the
+    others as they come."""
+    found = objects(connector, prefix)
+    first = list(islice(found, LISTING_PAGES_MAX))
+    more = next(found, None)
+    yield from sorted(first, key=lambda pair: pair[0].key)
+    if more is not None:
+        out.note(f"more than {LISTING_PAGES_MAX:,} objects: these follow in the storage's own order")
+        yield more
+        yield from found
 
 
 def _list_pages(connector: Connector, url: str, prefix: str, out: Output) -> None:
@@ -74,11 +91,13 @@ def _list_pages(connector: Connector, url: str, prefix: str, out: Output) -> Non
         for (namespace, page_hash), page in pages(connector, prefix):
             count += 1
             total += page.size_bytes
-            age = age_text(page.last_used_s)
-            row(page.objects, size_text(page.size_bytes), age, out.digest(namespace), out.digest(page_hash))
+            size, age = size_text(page.size_bytes), age_text(page.last_used_s)
+            row(page.objects, size, age, out.namespace(namespace), out.digest(page_hash))
             used = _used(page.size_bytes, page.last_used_s)
             items.add({"namespace": namespace, "page": page_hash, "objects": page.objects, **used})
         items.tail = {"count": count, "bytes": total}
+    if not count:
+        out.note("0 objects")
 
 
 def _described(name: ObjectName) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from urllib.parse import urlencode
 from hicache_store.cli.output import Output
 from hicache_store.config import StoreUrl, parse_url
 from hicache_store.connectors.base import Connector
+from hicache_store.connectors.local_names import OBJECTS_DIR
 from hicache_store.connectors.registry import open_connector
 from hicache_store.metrics import Metrics
 
@@ -121,6 +123,15 @@ def warnings_heard() -> Iterator[list[str]]:
         yield heard
     finally:
         package.removeHandler(listener)
+
+
+def warn_of_no_store(url: str, out: Output) -> None:
+    """Say of each directory that a ``file:`` URL names and that holds no store."""
+    parsed = parse_url(url)
+    for _, layer_url in layer_urls(parsed):
+        warn_of_no_store(layer_url, out)
+    if parsed.scheme == "file" and not os.path.isdir(os.path.join(parsed.location, OBJECTS_DIR)):
+        out.note(f"{parsed.location} is no store: it has no directory {OBJECTS_DIR!r}; check the path")
 
 
 @runtime_checkable

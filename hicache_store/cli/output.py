@@ -21,17 +21,21 @@ from hicache_store.errors import ConfigurationError
 from hicache_store.limits import LISTING_ROWS_MAX
 
 DIGEST_DIGITS: Final = 16
-"""Digits of a digest that tables show on a terminal; a pipe gets all."""
+"""Digits of a page hash that tables show on a terminal; a pipe gets all."""
+NAMESPACE_DIGITS: Final = 12
+"""Digits of a namespace in tables: enough to tell the namespaces of any store, and to be given back."""
 
 Cell = str | int
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table; numbers stand on the right."""
+    """One column of a table; numbers stand on the right. A spare one is left out where a terminal is too
+    narrow for all."""
 
     title: str
     is_number: bool = False
+    is_spare: bool = False
 
 
 class Progress(Protocol):
@@ -83,10 +87,15 @@ class Output:
         """A digest as a table shows it."""
         return text[:DIGEST_DIGITS] if self.is_terminal else text
 
+    def namespace(self, digest: str) -> str:
+        """A namespace as a table shows it."""
+        return digest[:NAMESPACE_DIGITS]
+
     @contextmanager
     def table(self, columns: Sequence[Column], title: str = "") -> Iterator[Callable[..., None]]:
         """A table whose rows are given one by one, a value a column; nothing with ``--json``."""
-        table = _Table(columns, title, self.is_terminal and self._has_rich)
+        room = self.width if self.is_terminal else None
+        table = _Table(columns, title, room, is_rich=self.is_terminal and self._has_rich)
         yield (_ignore if self.as_json else table.row)
         if not self.as_json:
             table.end()
@@ -131,9 +140,10 @@ def _ignore(*_: object) -> None:
 class _Table:
     """Rows are held back until they fit or are too many; then widths are fixed and rows pass through."""
 
-    def __init__(self, columns: Sequence[Column], title: str, is_rich: bool) -> None:
-        self._columns = columns
+    def __init__(self, columns: Sequence[Column], title: str, room: int | None, *, is_rich: bool) -> None:
+        self._columns = list(columns)
         self._title = title
+        self._room = room
         self._is_rich = is_rich
         self._rows: list[tuple[str, ...]] = []
         self._widths: list[int] | None = None
@@ -152,15 +162,27 @@ class _Table:
         """Print what is held back; nothing when there was no row."""
         if self._widths is not None or not self._rows:
             return
-        if self._is_rich:
-            columns = [(column.title, column.is_number) for column in self._columns]
-            _rich().print_table(columns, self._rows, self._title)
-        else:
+        columns = [(column.title, column.is_number) for column in self._columns]
+        if not (self._is_rich and _rich().print_table(columns, self._rows, self._title)):
+            self._narrow()
             self._flush_plain()
+
+    def _narrow(self) -> None:
+        """Leave out spare columns, the last ones first, until a line fits the terminal."""
+        while self._room is not None and sum(self._measured()) + 2 * (len(self._columns) - 1) > self._room:
+            spare = [index for index, column in enumerate(self._columns) if column.is_spare]
+            if not spare:
+                return
+            del self._columns[spare[-1]]
+            self._rows = [row[: spare[-1]] + row[spare[-1] + 1 :] for row in self._rows]
+
+    def _measured(self) -> list[int]:
+        titles = [column.title for column in self._columns]
+        return [max(map(len, texts)) for texts in zip(titles, *self._rows, strict=True)]
 
     def _flush_plain(self) -> None:
         titles = tuple(column.title for column in self._columns)
-        self._widths = [max(map(len, texts)) for texts in zip(titles, *self._rows, strict=True)]
+        self._widths = self._measured()
         if self._title:
             print(self._title)
         for texts in (titles, *self._rows):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hicache_store import __version__
-from hicache_store.config import parse_duration, parse_size
+from hicache_store.config import MissingUnitError, parse_duration, parse_size
 from hicache_store.limits import DEFAULT_TIMEOUT_S, EXPLAIN_OBJECTS_MAX, KIB, MAINTENANCE_SWEEP_S, MIB
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("url", metavar="URL", help="the store, such as file:///srv/kv")
             sub.add_argument(
                 "--timeout",
-                type=_typed(parse_duration, "a time such as 500ms or 30s"),
+                type=_typed(_more_than_no_time, "a time such as 500ms or 30s, more than 0"),
                 default=timeout_s,
                 metavar="TIME",
                 help=f"longest time of one batch of storage work (default {timeout_s:g}s)",
@@ -211,6 +211,8 @@ def _typed(read: Callable[[str], T], accepts: str) -> Callable[[str], T]:
     def convert(text: str) -> T:
         try:
             return read(text)
+        except MissingUnitError as missing:
+            raise argparse.ArgumentTypeError(f"{text!r} is not accepted; {missing}") from None
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give {accepts}") from None
 
@@ -225,6 +227,13 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return _typed(read, f"a whole number of at least {minimum}")
+
+
+def _more_than_no_time(text: str) -> float:
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError(text)
+    return seconds
 
 
 def _page_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from hicache_store.cli.output import Column, Output, count_text, size_text
 from hicache_store.cli.plan import Plan, document, plan_page, pool_of, topology
 from hicache_store.cli.plan_svg import draw_svg
 from hicache_store.cli.plan_text import draw_text
+from hicache_store.errors import ConfigurationError
 from hicache_store.layout.box import Span
 from hicache_store.layout.parallel import Rank
 
@@ -34,10 +35,20 @@ def run(args: Namespace, out: Output) -> int:
         fixed=args.grid,
     )
     if args.svg is not None:
-        Path(args.svg).write_text(draw_svg(plan), encoding="utf-8")
+        _write_svg(Path(args.svg), draw_svg(plan))
     out.document(document(plan))
     _print(plan, out)
     return 0
+
+
+def _write_svg(path: Path, drawing: str) -> None:
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"the drawing cannot be written to {path}: {error.strerror}; give --svg a file in a directory "
+            "that exists and can be written"
+        ) from error
 
 
 def _print(plan: Plan, out: Output) -> None:
@@ -68,8 +79,8 @@ def _print_objects(plan: Plan, out: Output) -> None:
     columns = [
         Column("#", is_number=True),
         Column("object"),
-        Column("heads"),
-        Column("layers"),
+        Column("heads", is_spare=True),
+        Column("layers", is_spare=True),
         Column("payload", is_number=True),
         Column("stored", is_number=True),
         Column("written by"),
@@ -92,10 +103,10 @@ def _print_reads(plan: Plan, out: Output) -> None:
     columns = [
         Column("rank"),
         Column("#", is_number=True),
-        Column("object"),
+        Column("object", is_spare=True),
         Column("offset", is_number=True),
         Column("wanted", is_number=True),
-        Column("ranges", is_number=True),
+        Column("ranges", is_number=True, is_spare=True),
         Column("over-read", is_number=True),
         Column("trailer", is_number=True),
         Column("requests", is_number=True),
@@ -120,14 +131,14 @@ def _print_reads(plan: Plan, out: Output) -> None:
 def _print_ranks(plan: Plan, out: Output) -> None:
     columns = [
         Column("rank"),
-        Column("heads"),
-        Column("layers"),
+        Column("heads", is_spare=True),
+        Column("layers", is_spare=True),
         Column("objects", is_number=True),
         Column("requests", is_number=True),
         Column("wanted", is_number=True),
         Column("fetched", is_number=True),
-        Column("over-read", is_number=True),
-        Column("more than wanted", is_number=True),
+        Column("over-read", is_number=True, is_spare=True),
+        Column("extra", is_number=True),
     ]
     with out.table(columns, f"a page of each rank of {plan.reader.label}") as row:
         for rank in plan.ranks:

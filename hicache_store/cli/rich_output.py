@@ -12,6 +12,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+_UNBOUNDED = 100_000
+"""Columns that no table needs: a measurement is cut to the width it is given."""
+
 
 class RichProgress:
     """One bar with a text behind it."""
@@ -41,11 +44,16 @@ def progress(what: str, total: int | None) -> Iterator[RichProgress]:
         yield RichProgress(bar, bar.add_task(what, total=total, text=""))
 
 
-def print_table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]], title: str) -> None:
-    """A table on stdout; columns are (title, whether they stand on the right)."""
+def print_table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]], title: str) -> bool:
+    """A table on stdout; columns are (title, whether they stand on the right). Prints nothing and is false
+    where the terminal is too narrow: names and numbers that are folded cannot be read or copied."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     for text, is_number in columns:
-        table.add_column(text, justify="right" if is_number else "left", overflow="fold")
+        table.add_column(text, justify="right" if is_number else "left", no_wrap=True)
     for texts in rows:
         table.add_row(*(Text(text) for text in texts))
-    Console().print(table)
+    console = Console()
+    if table.__rich_measure__(console, console.options.update(max_width=_UNBOUNDED)).maximum > console.width:
+        return False
+    console.print(table)
+    return True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache_store.cli.listing import known_namespaces, objects
 from hicache_store.cli.masking import masked
-from hicache_store.cli.opening import opened, storage_faults, warn_of_faults
+from hicache_store.cli.opening import opened, storage_faults, warn_of_faults, warn_of_no_store
 from hicache_store.cli.output import Output, age_text, count_text, size_text
 from hicache_store.cli.records import ManifestRead, read_grids, read_manifest
 from hicache_store.clock import Deadline
@@ -116,6 +117,7 @@ def run(args: Namespace, out: Output) -> int:
         if untold:
             out.note(f"{count_text(untold, 'object')} of further namespaces are counted in the total only")
         warn_of_faults(connector, out)
+        warn_of_no_store(args.url, out)
     return 0
 
 
@@ -138,9 +140,16 @@ def _document(
         "capabilities": {
             "scheme": can.scheme,
             "stop": can.stop,
-            "create_only": can.create_only,
-            "conditional_versions": can.conditional_versions,
-            "orders_eviction": can.orders_eviction,
+            # What only a handle that may write finds out is left out: `hicache doctor` tells it.
+            **(
+                {}
+                if can.is_read_only
+                else {
+                    "create_only": can.create_only,
+                    "conditional_versions": can.conditional_versions,
+                    "orders_eviction": can.orders_eviction,
+                }
+            ),
             "request_cost_bytes": can.request_cost_bytes,
         },
         "total": _usage(total),
@@ -173,12 +182,13 @@ def _document(
 
 
 def _usage(usage: Usage) -> dict[str, object]:
-    has_any = usage.objects > 0
+    """Counts, and how long ago the objects were used last: the longest and the shortest such time."""
+    has_any, now_s = usage.objects > 0, time.time()
     return {
         "objects": usage.objects,
         "bytes": usage.size_bytes,
-        "oldest_use_s": usage.oldest_s if has_any else None,
-        "newest_use_s": usage.newest_s if has_any else None,
+        "oldest_use_s": round(max(0.0, now_s - usage.oldest_s), 3) if has_any else None,
+        "newest_use_s": round(max(0.0, now_s - usage.newest_s), 3) if has_any else None,
     }
 
 
@@ -224,7 +234,8 @@ def grid_text(slot: Slot) -> str:
 def _usage_text(usage: Usage) -> str:
     text = f"{count_text(usage.objects, 'object')}, {size_text(usage.size_bytes)}"
     if usage.objects:
-        text += f", used {age_text(usage.newest_s)} to {age_text(usage.oldest_s)} ago"
+        newest, oldest = age_text(usage.newest_s), age_text(usage.oldest_s)
+        text += f", used {newest} ago" if newest == oldest else f", used {newest} to {oldest} ago"
     return text
 
 

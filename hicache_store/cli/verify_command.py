@@ -10,7 +10,7 @@ from itertools import chain
 
 from hicache_store.cli.listing import walk
 from hicache_store.cli.masking import masked
-from hicache_store.cli.opening import Layer, opened_layers, storage_faults, warn_of_faults
+from hicache_store.cli.opening import Layer, opened_layers, storage_faults, warn_of_faults, warn_of_no_store
 from hicache_store.cli.output import Column, Output, Progress, count_text, size_text
 from hicache_store.cli.repair import Repair, Repairer
 from hicache_store.cli.scrub import Fault, Finding, Scrub
@@ -70,6 +70,7 @@ def run(args: Namespace, out: Output) -> int:
         for account in accounts:
             _print(account, out)
             warn_of_faults(account.layer.connector, out)
+            warn_of_no_store(account.layer.url, out)
     found_any = any(fault is not Fault.STRAY for one in accounts for fault in one.faults)
     return 1 if faults or found_any else 0
 

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -194,6 +195,19 @@ def test_a_terminal_gets_rich_tables_and_drawings(store):
     assert "┌" in on_a_terminal(*plan)
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_folds_no_name_and_no_number(columns):
+    plan = ("plan", "--layers", "30", "--kv-heads", "3", "--head-dim", "64", "--writer", "tp3pp2")
+    shown = on_a_terminal(*plan, "--reader", "tp1", env={"COLUMNS": str(columns)})
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith("objects of tp3pp2"))
+    assert max(map(len, lines[begin:])) <= columns
+    for number in range(6):
+        name = f"kv.H00{number % 3}-00{number % 3 + 1}.L0{'15-030' if number > 2 else '00-015'}"
+        assert any(name in line and "245,7" in line for line in lines)
+    assert any("1,474,560" in line and line.rstrip().endswith("0.0 %") for line in lines)
+
+
 def test_a_terminal_shows_progress(store):
     assert "verifying" in on_a_terminal("verify", store.url)
 
@@ -242,6 +256,21 @@ def test_parts_that_cannot_be_read_are_told(store, capsys, monkeypatch):
     assert "the result is incomplete: file.scan_failed 1" in err
     found = run_json(capsys, "verify", store.url, code=1)
     assert found["storage_faults"] == {"file.scan_failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("argv", "way_out"),
+    [
+        (["rm", "file:///x", "--older-than", "5"], "give a unit, 5d, or 5s if you mean seconds"),
+        (["bench", "file:///x", "--size", "64"], "give a unit, 64GiB, or 64B if you mean bytes"),
+        (["ls", "file:///x", "--timeout", "0"], "more than 0"),
+    ],
+)
+def test_numbers_that_may_mean_anything_are_refused(capsys, argv, way_out):
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert way_out in capsys.readouterr().err
 
 
 def test_tables_align_and_lists_stream(capsys):

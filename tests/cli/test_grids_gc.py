@@ -94,7 +94,7 @@ def root(tmp_path):
 
 def test_gc_evicts_down_to_the_quota_of_the_url(root, capsys):
     size = len(root.read(root.keys[0]))
-    found = run_json(capsys, "gc", f"{root.url}?quota={3 * size + 10}")
+    found = run_json(capsys, "gc", f"{root.url}?quota={3 * size + 10}B")
     assert found["swept"] is True
     assert found["is_complete"] is True
     assert found["evicted_objects"] >= 3
@@ -130,5 +130,5 @@ def test_gc_that_cannot_finish_is_code_1(root, capsys, monkeypatch):
 
 
 def test_gc_of_storage_that_hangs_is_an_error(root, capsys):
-    _, err = run_text(capsys, "gc", f"{root.url}?quota=1GiB", "--timeout", "0", code=2)
+    _, err = run_text(capsys, "gc", f"{root.url}?quota=1GiB", "--timeout", "1e-9s", code=2)
     assert "did not end in time" in err

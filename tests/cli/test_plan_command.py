@@ -241,3 +241,12 @@ def test_planning_imports_neither_torch_nor_a_connector():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["objects"]) == 8
+
+
+def test_a_drawing_that_cannot_be_written_says_where_it_could(capsys, tmp_path):
+    file = tmp_path / "nothing" / "page.svg"
+    out, err = run_text(
+        capsys, "plan", *GQA, "--writer", "tp4", "--reader", "tp2", "--svg", str(file), code=2
+    )
+    assert out == ""
+    assert f"cannot be written to {file}: No such file or directory; give --svg a file in a directory" in err

@@ -229,7 +229,7 @@ def test_a_bad_object_replaced_before_its_removal_stays(place, capsys, monkeypat
 
 def test_storage_that_does_not_answer_in_time_is_unreadable_not_bad(place, capsys):
     place.add_namespace(pages=2)
-    found = run_json(capsys, "verify", place.url, "--repair", "--timeout", "0", code=1)
+    found = run_json(capsys, "verify", place.url, "--repair", "--timeout", "1e-9s", code=1)
     assert set(faults_of(found).values()) <= {"unreadable", "damaged_record"}
     assert (found["removed"], found["unreadable"]) == (0, 4)
     assert run_json(capsys, "verify", place.url)["good"] == 4

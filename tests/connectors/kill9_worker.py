@@ -67,7 +67,7 @@ def is_genuine(key: str, data: bytes | bytearray) -> bool:
 
 
 def connect(root: str, io: PosixIO) -> LocalConnector:
-    url = f"file://{root}?quota={QUOTA}&min_free=0&threads=2&sweep=100ms"
+    url = f"file://{root}?quota={QUOTA}B&min_free=0&threads=2&sweep=100ms"
     return open_local(read_settings(parse_url(url)), io)
 
 

@@ -66,8 +66,8 @@ class TestLayered(ConnectorContract):
 
         def bounded(quota: int) -> Connector:
             fast, slow = (
-                open_connector(f"memory:?quota={quota // 4}"),
-                open_connector(f"memory:?quota={quota * 3 // 4}"),
+                open_connector(f"memory:?quota={quota // 4}B"),
+                open_connector(f"memory:?quota={quota * 3 // 4}B"),
             )
             layered = LayeredConnector(fast, slow)
             return WrappedConnector(layered, Flushing(layered), layered.metrics)
@@ -109,7 +109,7 @@ class TestWrapped(ConnectorContract):
         serial = itertools.count()
         url = f"file://{tmp_path}/bounded-"
         options = "io=bounce&threads=2&sweep=0&min_free=0"
-        return lambda quota: wrap(open_connector(f"{url}{next(serial)}?{options}&quota={quota}"))
+        return lambda quota: wrap(open_connector(f"{url}{next(serial)}?{options}&quota={quota}B"))
 
 
 DEFAULTS = "retries=2&breaker=1"
@@ -135,7 +135,7 @@ class TestDefaultWrappers(ConnectorContract):
     @pytest.fixture
     def connect_bounded(self, tmp_path: Path, scheme: str) -> ConnectBounded:
         if scheme == "memory":
-            return lambda quota: open_connector(f"memory:?quota={quota}&{DEFAULTS}")
+            return lambda quota: open_connector(f"memory:?quota={quota}B&{DEFAULTS}")
         serial = itertools.count()
         url, options = f"file://{tmp_path}/bounded-", f"threads=8&sweep=0&min_free=0&{DEFAULTS}"
-        return lambda quota: open_connector(f"{url}{next(serial)}?{options}&quota={quota}")
+        return lambda quota: open_connector(f"{url}{next(serial)}?{options}&quota={quota}B")

@@ -370,7 +370,7 @@ class ShiftedClock:
 def test_e10_objects_expire_and_use_extends(tmp_path: Path, mode: str) -> None:
     """Unused for longer than its time to live an object is absent, then gone; metadata stays."""
     clock = ShiftedClock()
-    store = open_at(tmp_path, query=f"io={mode}&ttl=60&quota=1GiB", clock=clock)
+    store = open_at(tmp_path, query=f"io={mode}&ttl=60s&quota=1GiB", clock=clock)
     used, unused = KEY + "1", KEY + "2"
     assert all(put(store, key, DATA).is_ok for key in (used, unused, META))
     clock.ahead_s = 40.0
@@ -391,7 +391,7 @@ def test_e10_objects_expire_and_use_extends(tmp_path: Path, mode: str) -> None:
 def test_writing_an_expired_object_again_revives_it(tmp_path: Path) -> None:
     """Its bytes are as good as new ones: nothing is written, and it counts as used now."""
     clock = ShiftedClock()
-    store = open_at(tmp_path, query="ttl=60&quota=1GiB", clock=clock)
+    store = open_at(tmp_path, query="ttl=60s&quota=1GiB", clock=clock)
     assert put(store, KEY, DATA).status is Status.OK
     clock.ahead_s = 100.0
     assert store.sizes([KEY], later()) == [None]
@@ -406,7 +406,7 @@ def test_age_is_judged_by_the_clock_of_the_storage(tmp_path: Path, io: FaultyIO)
     """A machine whose clock is a day ahead expires nothing that the storage calls fresh."""
     clock = ShiftedClock()
     clock.ahead_s = 86_400.0
-    store = open_at(tmp_path, query="ttl=60&quota=1GiB", clock=clock)
+    store = open_at(tmp_path, query="ttl=60s&quota=1GiB", clock=clock)
     assert put(store, KEY, DATA).is_ok
     assert store.sizes([KEY], later()) == [5_000]
     assert abs(path_of(tmp_path, KEY).stat().st_mtime - SYSTEM_CLOCK.time()) < 60
@@ -546,11 +546,11 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path, mode: str) -> No
 
 def test_the_background_sweep_removes_what_expired(tmp_path: Path) -> None:
     """A store looks after itself, and closing it ends the thread."""
-    store = open_at(tmp_path, query="ttl=60&quota=1GiB")
+    store = open_at(tmp_path, query="ttl=60s&quota=1GiB")
     assert put(store, KEY, DATA).is_ok
     store.close()
     os.utime(path_of(tmp_path, KEY), (1_000_000.0, 1_000_000.0))
-    store = open_at(tmp_path, query="ttl=60&quota=1GiB&sweep=50ms")
+    store = open_at(tmp_path, query="ttl=60s&quota=1GiB&sweep=50ms")
     eventually(lambda: files_below(tmp_path) == [])
     store.close()
     assert not any(thread.name == "hicache-maintenance" for thread in threading.enumerate())

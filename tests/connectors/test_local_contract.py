@@ -27,7 +27,7 @@ class TestLocal(ConnectorContract):
     def connect_bounded(self, tmp_path: Path, options: str) -> ConnectBounded:
         serial = itertools.count()
         return lambda quota: open_connector(
-            f"file://{tmp_path}/bounded-{next(serial)}?{options}&sweep=0&quota={quota}&min_free=0"
+            f"file://{tmp_path}/bounded-{next(serial)}?{options}&sweep=0&quota={quota}B&min_free=0"
         )
 
 
@@ -46,4 +46,4 @@ class TestLocalReadOnly(ConnectorContract):
     @pytest.fixture
     def connect_bounded(self, tmp_path: Path) -> ConnectBounded:
         bounded = f"file://{tmp_path}/bounded?sweep=0&min_free=0&quota="
-        return lambda quota: open_connector(f"{bounded}{quota}")
+        return lambda quota: open_connector(f"{bounded}{quota}B")

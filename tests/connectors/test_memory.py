@@ -42,7 +42,7 @@ class TestNamedMemoryContract(ConnectorContract):
 
     @pytest.fixture
     def connect_bounded(self):
-        return lambda quota_bytes: connect(parse_url(f"memory:?quota={quota_bytes}"))
+        return lambda quota_bytes: connect(parse_url(f"memory:?quota={quota_bytes}B"))
 
 
 @dataclass
@@ -274,7 +274,7 @@ def test_handles_of_one_name_share_until_the_last_closes():
 def test_options_of_a_named_place_belong_to_its_first_handle():
     first = connect(parse_url("memory://options?quota=2MiB&ttl=1h"))
     connect(parse_url("memory://options"))
-    connect(parse_url("memory://options?quota=2097152&ttl=60m"))
+    connect(parse_url("memory://options?quota=2097152B&ttl=60m"))
     with pytest.raises(ConfigurationError, match="open with quota=2097152, not 3000000"):
         connect(parse_url("memory://options?quota=3MB"))
     with pytest.raises(ConfigurationError, match=r"open with ttl=3600\.0, not 5\.0"):

@@ -109,7 +109,7 @@ def test_options() -> None:
         ("rediss://h?tls_ca=/no/such.pem", "'/no/such.pem' is not a file"),
         ("unix://relative/path", "not the absolute path"),
         ("unix:///run/r.sock?tls=1", "no TLS over a unix socket"),
-        ("redis://h?ttl=0.5", "at least 1 s"),
+        ("redis://h?ttl=0.5s", "at least 1 s"),
         ("redis://h?prefx=a", "did you mean prefix"),
         ("redis://h?prefix=" + "x" * 1025, "more than 1024 bytes"),
     ],

@@ -88,7 +88,7 @@ def test_an_unknown_scheme_names_the_known_and_the_closest(distribution):
 
 
 def test_a_text_without_a_scheme_is_refused():
-    for text in ("", "/absolute/path", "name", "?quota=1"):
+    for text in ("", "/absolute/path", "name", "?quota=1B"):
         with pytest.raises(ConfigurationError, match="has no scheme"):
             open_connector(text)
 
