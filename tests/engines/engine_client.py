@@ -56,12 +56,13 @@ class Engine:
         assert "error" not in answer, f"{command}: {answer['error']}\n{self.log()}"
         return answer["result"]
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int = 16) -> list[Answer]:
-        """Each prompt after the one before it, by greedy sampling."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int = 16, *, at_once: bool = False
+    ) -> list[Answer]:
+        """Each prompt after the one before it, or all at once, by greedy sampling."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        return [
-            _answer(one) for one in self.ask("generate", {"input_ids": list(prompts), "sampling": sampling})
-        ]
+        command = "generate_at_once" if at_once else "generate"
+        return [_answer(one) for one in self.ask(command, {"input_ids": list(prompts), "sampling": sampling})]
 
     def forget(self) -> None:
         """Empty the caches on the device and the host; the storage stays."""

@@ -99,6 +99,9 @@ class Place:
             for ids in given["input_ids"]
         ]
 
+    def generate_at_once(self, given: dict[str, Any]) -> Any:
+        return self._engine.generate(input_ids=given["input_ids"], sampling_params=given["sampling"])
+
     def flush(self, _given: object) -> Any:
         return _told(self._engine.flush_cache())
 

@@ -38,6 +38,8 @@ ROUND = [[_DRAW.randrange(256) for _ in range(10 * PAGE + more)] for more in (-1
 MANY = [[_DRAW.randrange(256) for _ in range(330)] for _ in range(8)]
 """More than the device's 2048 tokens, less than the host's 4096."""
 ALONE = [_DRAW.randrange(256) for _ in range(330)]
+CROWD = [[_DRAW.randrange(256) for _ in range(330)] for _ in range(24)]
+"""Four times what SGLang prefetches at once here: half of the host's 4096 tokens."""
 NOTHING_STORED, ALL_STORED = [(0, 0), (160, 0)], [(0, 320), (160, 96)]
 """Tokens of each prompt that come from the device and from storage: the second follows the first."""
 
@@ -200,12 +202,52 @@ def test_e16_every_cached_token_is_told_with_the_tier_that_had_it(reader: Reader
     engine.forget()
     asked = [draw.choice(MANY)[: draw.randrange(2 * PAGE, 331)] for _ in range(60)]
     answers = engine.generate(asked, new_tokens=1)
-    tiers = [(answer.device, answer.host, answer.storage) for answer in answers]
-    assert [sum(one) for one in tiers] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]
+    whole = engine.generate(MANY)
+    tiers = [(answer.device, answer.host, answer.storage) for answer in [*answers, *whole]]
+    assert [sum(one) for one in tiers] == [(len(prompt) - 1) // PAGE * PAGE for prompt in [*asked, *MANY]]
     mixes = {tuple(bool(held) for held in one) for one in tiers}
     assert {(True, False, False), (False, True, False), (False, False, True)} <= mixes
-    assert any(sum(mix) > 1 for mix in mixes)
-    assert tokens(engine.generate(MANY)) == tokens(cold)
+    assert (True, True, True) in mixes
+    assert tokens(whole) == tokens(cold)
+
+
+@restarted
+def test_b10_a_hit_too_short_to_be_read_ends_its_prefetch(reader: Reader) -> None:
+    """Five pages are stored and ten are worth a prefetch: the request, which waits for its prefetch to end,
+    is answered without, and so are later ones, until a hit is long enough."""
+    engine, url = reader.engine, reader.shared.url
+    begun = [[*FIRST[: 5 * PAGE], *random.Random(seed).choices(range(256), k=6 * PAGE)] for seed in range(3)]
+    engine.detach()
+    engine.attach(configuration(url, prefetch_threshold=10 * PAGE))
+    engine.forget()
+    short = engine.generate(begun[:1])
+    engine.forget()
+    short += engine.generate(begun[1:2])
+    engine.forget()
+    long = engine.generate([FIRST])
+    engine.detach()
+    engine.attach(configuration(url))
+    engine.forget()
+    assert sources(short) == [(0, 0)] * 2
+    assert sources(long) == [(0, 320)]
+    assert sources(engine.generate(begun[2:])) == [(0, 160)]
+
+
+@restarted
+def test_b14_more_prefetches_than_the_host_has_room_for_all_end(reader: Reader) -> None:
+    """What SGLang admits is read, the rest is computed: all are answered, and nothing stays taken."""
+    engine = reader.engine
+    engine.forget()
+    cold = engine.generate(CROWD, new_tokens=4)
+    wait_for(reader.shared.url, CROWD, objects=1)
+    engine.forget()
+    crowded = engine.generate(CROWD, new_tokens=4, at_once=True)
+    engine.forget()
+    calm = engine.generate(CROWD, new_tokens=4)
+    assert {(answer.device, answer.host) for answer in crowded} == {(0, 0)}
+    assert {320} <= {answer.storage for answer in crowded} <= {0, 320}
+    assert sources(calm) == [(0, 320)] * len(CROWD)
+    assert tokens(crowded) == tokens(calm) == tokens(cold)
 
 
 @restarted
