@@ -28,6 +28,7 @@ from hicache_store.connectors.local_publish import Publisher, is_full
 from hicache_store.connectors.local_root import NANO, PROBE_DIRECTORY, Root, StorageClock, used_at_ns
 from hicache_store.connectors.local_transfer import DirectMover, takes_direct_io
 from hicache_store.connectors.local_tree import DirectoryTree
+from hicache_store.connectors.workers import usable_cpus
 from hicache_store.errors import ConfigurationError
 from hicache_store.limits import KIB, LOCAL_THREADS_MAX, MAINTENANCE_INTERVAL_S, WORKERS_MAX
 from hicache_store.metrics import Metrics
@@ -102,7 +103,7 @@ def read_settings(url: StoreUrl) -> Settings:
         quota_bytes=values.optional("quota", int),
         min_free_bytes=values.optional("min_free", int),
         ttl_s=values.optional("ttl", float),
-        threads=min(os.cpu_count() or 1, LOCAL_THREADS_MAX) if threads is None else threads,
+        threads=min(usable_cpus(), LOCAL_THREADS_MAX) if threads is None else threads,
         io="direct" if io == "direct" else "bounce" if io == "bounce" else "auto",
         wants_direct_io=values.get("direct_io", bool),
         syncs=values.get("fsync", bool),
@@ -199,9 +200,9 @@ def _find_out(root: Root, settings: Settings, clock: Clock) -> None:
             _LOG.warning("%s has no hard links: a second writer may overwrite an object", settings.path)
     except OSError as error:
         if error.errno in _READ_ONLY:
-            _become_read_only(root, str(error), settings)
+            _become_read_only(root, error.strerror or str(error), settings)
         elif is_full(error):
-            _LOG.warning("%s is full: %s", settings.path, error)
+            _LOG.warning("%s is full: %s", settings.path, error.strerror or error)
         else:
             raise
 

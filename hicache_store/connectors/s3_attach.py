@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -25,6 +24,7 @@ from hicache_store.connectors.s3_plane import (
 )
 from hicache_store.connectors.s3_settings import PROBE_KEY, S3Settings
 from hicache_store.connectors.s3_threads import Threads
+from hicache_store.connectors.workers import usable_cpus
 from hicache_store.errors import ConfigurationError
 from hicache_store.limits import (
     S3_ATTACH_TIMEOUT_S,
@@ -67,7 +67,7 @@ async def attach(settings: S3Settings, metrics: Metrics) -> Attached:
     Raises :class:`ConfigurationError`, naming the place and the cause. No step waits longer for the
     network than S3_ATTACH_TIMEOUT_S.
     """
-    landing = Threads(min(S3_LANDING_THREADS, max(2, os.cpu_count() or 1)), "s3-landing", metrics)
+    landing = Threads(min(S3_LANDING_THREADS, max(2, usable_cpus())), "s3-landing", metrics)
     requests = Threads(min(settings.concurrency, WORKERS_MAX), "s3-request", metrics)
     try:
         return await _attach(settings, metrics, landing, requests)

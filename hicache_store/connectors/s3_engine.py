@@ -87,11 +87,7 @@ class S3Engine:
         """Fill ``found`` with the length of each object that is there."""
 
         async def one(index: int) -> None:
-            try:
-                there = await self._head(keys[index])
-            except (PlaneFault, NameFormatError):
-                return
-            found[index] = None if there is None else there.size_bytes
+            found[index] = await self._size(keys[index], batch)
 
         await _each(len(keys), S3_LOOKUP_CONCURRENCY, one, batch)
 
@@ -167,6 +163,21 @@ class S3Engine:
         await self.ask(lambda: self.control.set_expiry(f"{self.settings.prefix}{FORMAT}/", days))
 
     # -- one item --------------------------------------------------------------------------
+
+    async def _size(self, key: str, batch: Batch) -> int | None:
+        """A look-up tells no faults, so it is not retried from above: a connection that broke, which says
+        nothing of the object and would cut a whole prefix short, is made good here, once."""
+        for is_last in (False, True):
+            try:
+                found = await self._head(key)
+            except NameFormatError:
+                return None
+            except PlaneFault as fault:
+                if is_last or fault.kind is not FaultKind.CONNECTION or batch.is_late:
+                    return None
+            else:
+                return None if found is None else found.size_bytes
+        raise AssertionError("the second turn returns")
 
     async def _head(self, key: str) -> Found | None:
         whole = object_key(self.settings.prefix, key)

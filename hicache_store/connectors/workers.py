@@ -36,6 +36,14 @@ ResultT = TypeVar("ResultT")
 Mode: TypeAlias = Literal["bounded", "abandons"]
 
 
+def usable_cpus() -> int:
+    """Processors that this process may run on: fewer than the machine has where it is pinned or caged."""
+    try:
+        return max(1, len(os.sched_getaffinity(0)))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
 class Workers:
     """A bounded pool of daemon threads, started by the first batch that needs one."""
 

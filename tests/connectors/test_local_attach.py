@@ -120,10 +120,20 @@ def test_a_login_in_the_place_of_a_path_is_not_told() -> None:
     assert "hunter2" not in str(refused.value)
 
 
+def test_c07_a_process_that_may_use_one_processor_has_one_thread(tmp_path: Path) -> None:
+    """In a container of two processors on a machine of two hundred, eight threads only stand in line."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert open_at(tmp_path).capabilities.concurrency == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_defaults_follow_the_machine_and_the_file_system(tmp_path: Path) -> None:
     store = open_at(tmp_path)
     assert store.capabilities.stop == "bounded"
-    assert store.capabilities.concurrency == min(os.cpu_count() or 1, LOCAL_THREADS_MAX)
+    assert store.capabilities.concurrency == min(len(os.sched_getaffinity(0)), LOCAL_THREADS_MAX)
     assert store.capabilities.request_cost_bytes == 64 * KIB
     assert store.capabilities.create_only
     assert store.capabilities.orders_eviction

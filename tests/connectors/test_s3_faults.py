@@ -135,6 +135,21 @@ def test_a11_an_answer_that_is_an_error_fails_its_write(
     assert_recovers(connector, server)
 
 
+@pytest.mark.parametrize(("times", "found"), [(1, [SIZE, SIZE]), (None, [None, SIZE])])
+def test_a_look_up_outlives_one_broken_connection(
+    connector: S3Connector, server: S3Server, times: int | None, found: list[int | None]
+) -> None:
+    """It would cut a whole prefix short. A missing object is told at once."""
+    broken = Broken(before_headers=True, ending="reset")
+    server.plan = on_operations(broken, "HEAD", times=times, key=KEY)
+    assert connector.sizes([KEY, OTHER], soon()) == found
+    server.plan = None
+    before = server.count("HEAD")
+    assert connector.sizes(["v1/ab/none"], soon()) == [None]
+    assert server.count("HEAD") == before + 1
+    assert_recovers(connector, server)
+
+
 def test_d11_retry_after_is_handed_on(connector: S3Connector, server: S3Server) -> None:
     """The wait that a server asks for is the caller's to honour; obstore does not tell it."""
     server.plan = on_operations(ANSWERS["503"][0], "GET", "PUT")
