@@ -115,7 +115,8 @@ def test_a_reader_that_goes_away_is_no_error(store):
 def test_ctrl_c_ends_a_hanging_walk_cleanly(tmp_path):
     """The storage hangs in the middle of a listing; the user gives up."""
     program = (
-        "import sys, threading\n"
+        "import signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "from hicache_store.connectors.memory import MemoryConnector\n"
         "def scan(self, prefix=''):\n"
         "    print('hangs', flush=True)\n"
@@ -256,6 +257,18 @@ def test_parts_that_cannot_be_read_are_told(store, capsys, monkeypatch):
     assert "the result is incomplete: file.scan_failed 1" in err
     found = run_json(capsys, "verify", store.url, code=1)
     assert found["storage_faults"] == {"file.scan_failed": 1}
+
+
+def test_an_unknown_option_is_answered_with_the_one_that_was_meant(capsys):
+    for argv, hint in (
+        (["ls", "file:///x", "--jsno"], "--jsno is not an argument of ls; did you mean --json?"),
+        (["rm", "file:///x", "--olderthan", "5d"], "did you mean --older-than?"),
+        (["demo", "--zzz"], "--zzz is not an argument of demo; see hicache demo --help"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(argv)
+        assert left.value.code == 2
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
