@@ -27,6 +27,7 @@ _SIZE_UNITS = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
+_SHOWN_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS = {"s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -81,6 +82,14 @@ def parse_duration(text: str) -> float:
     if not math.isfinite(seconds):
         raise ValueError(text)
     return seconds
+
+
+def size_text(n_bytes: int) -> str:
+    """``1.88 MiB``; exact below 1 KiB."""
+    value, unit = float(n_bytes), 0
+    while value >= 1024 and unit < len(_SHOWN_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{n_bytes} B" if unit == 0 else f"{value:.2f} {_SHOWN_UNITS[unit]}"
 
 
 def parse_bool(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import statistics
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from hicache_store.cli.doctor_checks import said
 from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened
-from hicache_store.cli.output import Column, Output, size_text
+from hicache_store.cli.output import Column, Output, count_text, size_text
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import BufferSource, BufferTarget, Connector, Outcome, Read, Status, Write
 from hicache_store.errors import ConfigurationError
@@ -21,6 +22,8 @@ from hicache_store.limits import BENCH_BYTES_MAX, KIB, MIB, REMOVE_BATCH
 
 _PROBE_BYTES = 4 * KIB
 """Length of the short reads that tell the cost of a request from that of its bytes."""
+_ADVICE_READS_MIN = 128
+"""Fewer reads of each kind tell more about the machine's other work than about the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,9 @@ def run(args: Namespace, out: Output) -> int:
             bench.remove()
     rows = [one.row() for one in measured]
     _print(rows, out)
-    advice = _advice(cost_bytes, default_cost)
+    if args.pages * args.rounds < _ADVICE_READS_MIN:
+        cost_bytes = None
+    advice = _advice(cost_bytes, default_cost, args.pages * args.rounds)
     out.line(advice)
     for fault, number in bench.faults.items():
         out.note(f"{number} x {fault}")
@@ -96,11 +101,17 @@ def _print(rows: Sequence[dict[str, object]], out: Output) -> None:
             row(*("" if one[name] is None else str(one[name]) for name in names))
 
 
-def _advice(cost_bytes: int | None, in_use: int) -> str:
+def _advice(cost_bytes: int | None, in_use: int, reads: int) -> str:
+    """What ``request_cost`` fits: a power of two, since the measured number does not deserve more digits."""
+    if reads < _ADVICE_READS_MIN:
+        return (
+            f"{count_text(reads, 'read')} are too few to tell what a request costs; give more --pages or "
+            f"--rounds, {_ADVICE_READS_MIN} reads together"
+        )
     if cost_bytes is None:
         return "what a request costs is lost in the noise; more --rounds or a larger --size would tell"
-    rounded = 1 << max(12, min(23, round(cost_bytes).bit_length() - 1))
-    text = f"one more request costs as much as {size_text(cost_bytes)}; in use is {size_text(in_use)}"
+    rounded = 1 << max(12, min(23, round(math.log2(cost_bytes))))
+    text = f"one more request costs as much as about {rounded // KIB}KiB; in use is {in_use // KIB}KiB"
     return text if rounded // 2 <= in_use <= rounded * 2 else f"{text}: give request_cost={rounded // KIB}KiB"
 
 

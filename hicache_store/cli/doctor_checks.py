@@ -31,12 +31,18 @@ SMALL_BYTES: Final = 4 * KIB
 LARGE_BYTES: Final = MIB
 _LATENCY_READS: Final = 20
 _LARGE_OBJECTS: Final = 8
+_CLOCK_GRAIN_S: Final = 1.0
+"""Times of use are kept in whole seconds by some storages, so that less cannot be told apart."""
 _SKEW_WARNING_S: Final = 5.0
 """Ages are judged by the storage's clock, so that only tools see skew; far beyond the second that file
 systems round to."""
 
 _WAYS_OUT: Final = (
-    (("denied", "forbidden", "403"), "let this account read, write, list and delete below the prefix"),
+    (
+        ("denied", "forbidden", "403", "not permitted"),
+        "let this account read, write, list and delete below the prefix; with wrong credentials it may be "
+        "another account than you mean",
+    ),
     (("credential", "token", "signature", "auth", "password"), "check the credentials and the clock"),
     (("bucket",), "make the bucket, or correct its name and region"),
     (("refused", "connect", "resolve", "unreachable"), "check that the server runs at this address and port"),
@@ -44,6 +50,7 @@ _WAYS_OUT: Final = (
     (("timed_out", "did not answer"), "check the network, or give more --timeout"),
     (("quota", "space", "oom", "memory"), "give the storage more room, or lower what others keep in it"),
     (("read-only", "readonly", "only be read"), "use a handle and an account that may write"),
+    (("no such file", "not a directory"), "check the path; engines make a directory that is missing"),
 )  # fmt: skip
 
 
@@ -85,6 +92,8 @@ class Examination:
 
     connector: Connector
     timeout_s: float
+    may_be_read_only: bool = False
+    """Whether it was asked for: else a store that cannot be written does not work."""
     keys: list[str] = field(default_factory=list)
     _place: str = field(default_factory=lambda: f"{META_PREFIX}v1/{secrets.token_hex(32)}/")
 
@@ -94,8 +103,13 @@ class Examination:
         if not can_look:
             return
         if self.connector.capabilities.is_read_only:
-            text = "the handle can only read, so nothing was written"
-            yield Finding("write", "note", text)
+            if self.may_be_read_only:
+                yield Finding("write", "note", "the handle can only read, so nothing was written")
+            else:
+                way_out = (
+                    "use an account and a place that may be written, or give readonly=1 if reading is enough"
+                )
+                yield Finding("write", "fault", "the store can only be read", way_out)
             return
         try:
             if (yield from self._check("write and read", self._round_trip)):
@@ -114,7 +128,8 @@ class Examination:
             yield Finding(name, "fault", str(fault), fault.way_out)
             return False
         except (HicacheError, OSError) as error:
-            yield Finding(name, "fault", f"{type(error).__name__}: {error}", way_out_of(str(error)))
+            text = getattr(error, "strerror", None) or str(error)  # without the names of temporary files
+            yield Finding(name, "fault", f"{type(error).__name__}: {text}", way_out_of(str(error)))
             return False
         yield found if isinstance(found, Finding) else Finding(name, "ok", found)
         return True
@@ -198,6 +213,8 @@ class Examination:
         if entries[0].last_used_s <= 0.0:
             return Finding("clock", "note", "the storage does not tell when an object was used")
         skew_s = entries[0].last_used_s - (before_s + after_s) / 2
+        if abs(skew_s) < _CLOCK_GRAIN_S + 0.1:
+            return "the storage's clock is within 1 s of this machine's"
         text = f"the storage's clock is {skew_s:+.1f} s from this machine's"
         if abs(skew_s) > _SKEW_WARNING_S:
             return Finding(

@@ -59,6 +59,10 @@ def _clean(layer: Layer, timeout_s: float, out: Output) -> dict[str, object]:
         text = _upkeep_of(layer)
         out.line(text)
         return {**_named(layer), "swept": False, "upkeep": text}
+    if connector.capabilities.is_read_only:
+        text = "the store can only be read, so that nothing was removed; use an account that may write"
+        out.note(text)
+        return {**_named(layer), "swept": False, "is_complete": False, "upkeep": text}
     if "quota" not in dict(parse_url(layer.url).query):
         out.note("the URL gives no quota, so the default one applies; give what the engines are given")
     with out.progress("sweeping"):
@@ -86,7 +90,7 @@ def _upkeep_of(layer: Layer) -> str:
             return f"the Redis server removes {by_age}, and others by its maxmemory-policy once it is full"
         case "s3":
             return (
-                "an S3 server removes objects only by a lifecycle rule of their bucket; "
+                "an S3 server removes objects only by a lifecycle rule of its bucket; "
                 "--lifecycle 30d sets one, by the time of writing"
             )
         case _:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Final
 
 from hicache_store.cli.output import Output
-from hicache_store.cli.parser import build_parser
+from hicache_store.cli.parser import parse_arguments
 from hicache_store.errors import HicacheError
 
 EXIT_OK: Final = 0
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage, ``--help`` and ``--version`` leave by ``SystemExit``, as argparse does.
     """
-    args = build_parser().parse_args(argv)
+    args = parse_arguments(argv)
     package = logging.getLogger("hicache_store")
     if not package.handlers:
         # What matters of the package's warnings is part of a command's result; stderr is for one line.

@@ -17,6 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, Protocol
 
+from hicache_store.config import size_text as size_text  # noqa: PLC0414  (told to other modules from here)
 from hicache_store.errors import ConfigurationError
 from hicache_store.limits import LISTING_ROWS_MAX
 
@@ -230,17 +231,6 @@ def _members(values: Mapping[str, object]) -> str:
 def printable(text: str) -> str:
     """``text`` without what could steer a terminal: keys and model outputs are other people's bytes."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-
-
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def size_text(n_bytes: int) -> str:
-    """``1.88 MiB``; exact below 1 KiB."""
-    value, unit = float(n_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{n_bytes} B" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
 
 
 def age_text(last_used_s: float, now_s: float | None = None) -> str:

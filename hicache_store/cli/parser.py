@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hicache_store import __version__
@@ -46,6 +47,19 @@ def build_parser() -> argparse.ArgumentParser:
     for add_command in (_demo, _plan, _ls, _stat, _verify, _explain, _rm, _gc, _grids, _doctor, _bench):
         add_command(add)
     return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of ``argv``; leaves by ``SystemExit`` for wrong usage, naming what was meant."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [word for word in vars(args) if word not in ("command", "store_ends")]
+        options = [f"--{name.replace('_', '-')}" for name in known]
+        close = difflib.get_close_matches(unknown[0], options, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; see hicache {args.command} --help"
+        parser.error(f"{' '.join(unknown)} is not an argument of {args.command}{hint}")
+    return args
 
 
 def _demo(add: _Adds) -> None:

@@ -106,6 +106,7 @@ def _count(connector: Connector, choice: Choice, out: Output) -> dict[str, int]:
 def _remove(connector: Connector, choice: Choice, args: Namespace, total: int, out: Output) -> int:
     removed = {"objects": 0, "bytes": 0, "records": 0}
     kept: Counter[str] = Counter()
+    why: dict[str, str] = {}
     with out.progress("removing", total) as progress:
         for batch in batched(choice.entries(connector), REMOVE_BATCH):
             # By age, only what nobody has used since: a use changes the version.
@@ -118,13 +119,16 @@ def _remove(connector: Connector, choice: Choice, args: Namespace, total: int, o
                     removed["bytes"] += entry.size_bytes
                 elif outcome.status is not Status.ABSENT:
                     kept[outcome.status.value] += 1
+                    why.setdefault(outcome.status.value, outcome.detail)
             progress.advance(len(batch), f"{count_text(removed['objects'], 'object')}")
     if choice.is_whole_namespace:
         removed["records"] = _remove_records(connector, choice, args.timeout, kept)
     out.document({"url": masked(args.url), "removed": removed, "kept": dict(kept)})
     out.line(f"removed {_words(removed, removed['records'])}")
     if kept:
-        out.note("kept: " + ", ".join(f"{number} {status}" for status, number in sorted(kept.items())))
+        reasons = {status: f" ({why[status]})" if why.get(status) else "" for status in kept}
+        texts = (f"{number} {status}{reasons[status]}" for status, number in sorted(kept.items()))
+        out.note(f"kept: {', '.join(texts)}")
     return 1 if set(kept) - {Status.CONFLICT.value} else 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hicache_store.clock import SYSTEM_CLOCK, Clock, Deadline
+from hicache_store.config import size_text
 from hicache_store.connectors.local_io import PosixIO
 from hicache_store.connectors.local_ledger import Ledger
 from hicache_store.connectors.local_room import Bounds, Room, Sweeper
@@ -165,7 +166,9 @@ class Account:
         if fits == len(sums):
             limit = ""
         elif fits == goal and is_known:
-            limit = f"the quota of {quota_bytes} bytes cannot hold the {sums[-1]} bytes of the batch"
+            limit = (
+                f"the quota of {size_text(quota_bytes)} cannot hold the {size_text(sums[-1])} of the batch"
+            )
         number = next(self._numbers)
         with self._state:
             self._open_reservations[number] = n_bytes

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from hicache_store.clock import Clock, Deadline
+from hicache_store.config import size_text
 from hicache_store.connectors.local_counter import Counter
 from hicache_store.connectors.local_io import PosixIO
 from hicache_store.connectors.local_ledger import Ledger
@@ -61,10 +62,10 @@ class Bounds:
         share = int((free_bytes + counter.total_bytes) * QUOTA_SHARE)
         self.quota_bytes = share if size_bytes else QUOTA_FALLBACK_BYTES
         _LOG.warning(
-            "no quota was given: using %d bytes, half of the %d free and %d stored; set quota= to choose",
-            self.quota_bytes,
-            free_bytes,
-            counter.total_bytes,
+            "no quota was given: using %s, half of the %s free and %s stored; set quota= to choose",
+            size_text(self.quota_bytes),
+            size_text(free_bytes),
+            size_text(counter.total_bytes),
         )
 
     def room(self, counter: Counter) -> tuple[int, str]:
@@ -74,8 +75,8 @@ class Bounds:
         by_quota = self.quota_bytes - counter.total_bytes
         by_floor = self._above_floor(counter)
         if by_floor is not None and by_floor < by_quota:
-            return max(0, by_floor), f"the floor of {self.min_free_bytes} free bytes is reached"
-        return max(0, by_quota), f"the quota of {self.quota_bytes} bytes is used up"
+            return max(0, by_floor), f"the floor of {size_text(self.min_free_bytes)} free is reached"
+        return max(0, by_quota), f"the quota of {size_text(self.quota_bytes)} is used up"
 
     def deficit(self, counter: Counter, need_bytes: int) -> int | None:
         """Bytes to evict before ``need_bytes`` fit, down to the low watermark where the quota is the

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -156,6 +158,7 @@ class RankGroup:
         ranks = checked_ranks(config, spec.parallel, spec.page_size)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOAD])
+        _start_server()
         folder = Path(tempfile.mkdtemp(prefix="hicache-demo-"))
         group = cls(spec, [], folder)
         try:
@@ -307,6 +310,16 @@ class RankGroup:
             rank.process.join(LEAVE_S)
             rank.connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_server() -> None:
+    """Start the server process deaf to Ctrl-C, which a terminal sends to all: this process decides, and the
+    server would die of it in the middle of an import, with a stack trace."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

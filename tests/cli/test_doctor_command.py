@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -93,9 +94,43 @@ def test_a_clock_that_is_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_store_that_cannot_be_opened_is_a_fault(tmp_path: Path, capsys) -> None:
-    assert main(["doctor", f"file://{tmp_path}/nowhere"]) == 1
-    assert "FAULT open" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    for url in (
+        f"file://{tmp_path}/nowhere?readonly=1",
+        f"file://{tmp_path}/file/x",
+        f"file://{tmp_path}/file",
+    ):
+        assert main(["doctor", url]) == 1
+        text = capsys.readouterr().out
+        assert "FAULT open" in text
+        assert "-> check the path" in text
     assert not (tmp_path / "nowhere").exists(), "looking never makes a store"
+
+
+def test_a_store_that_will_be_created_is_examined_beside_its_place(tmp_path: Path, capsys) -> None:
+    place = tmp_path / "later" / "kv"
+    assert main(["doctor", f"file://{place}?quota=1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert f"{place} is not there yet; it will be created below {tmp_path} by the first that attaches" in text
+    assert "ok    write and read" in text
+    assert ".hicache-doctor" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_can_only_be_read_does_not_work_unless_that_was_asked_for() -> None:
+    class ReadOnly(MemoryConnector):
+        capabilities = replace(MemoryConnector().capabilities, is_read_only=True)  # type: ignore[assignment]
+
+    connector = ReadOnly()
+    found = {one.name: one for one in Examination(connector, 30.0).run()}
+    assert (found["write"].grade, found["write"].text) == ("fault", "the store can only be read")
+    assert "readonly=1" in found["write"].way_out
+    found = {one.name: one for one in Examination(connector, 30.0, may_be_read_only=True).run()}
+    assert found["write"].grade == "note"
+
+
+def test_a_clock_within_the_grain_of_a_second_is_told_as_that() -> None:
+    assert examine(MemoryConnector())["clock"].text == "the storage's clock is within 1 s of this machine's"
 
 
 def test_a_read_only_handle_is_looked_at_and_not_written_to(file_url: str, capsys) -> None:
@@ -137,7 +172,8 @@ def test_secrets_are_masked_everywhere(url: str, shown: str, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("403 Forbidden", "let this account"), ("NOAUTH required", "credentials"), ("timed_out", "--timeout"),
+    [("403 Forbidden", "let this account"),
+     ("403 Forbidden", "wrong credentials"), ("NOAUTH required", "credentials"), ("timed_out", "--timeout"),
      ("Connection refused", "server runs"), ("odd", "log of the storage")],
 )  # fmt: skip
 def test_a_way_out_fits_its_failure(text: str, word: str) -> None:
@@ -156,7 +192,23 @@ def test_bench_measures_advises_and_removes(file_url: str, capsys) -> None:
     assert list(connector.scan()) == []
     connector.close()
     assert main([*argv[:-1]]) == 0
-    assert "CPU-s/GB" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "CPU-s/GB" in text
+    assert "16 reads are too few to tell what a request costs" in text
+    assert report["request_cost_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "in_use", "words"),
+    [
+        (100_000, 64, "as about 128KiB; in use is 64KiB"),
+        (300_000, 64, "as about 256KiB; in use is 64KiB: give request_cost=256KiB"),
+        (1, 64, "as about 4KiB; in use is 64KiB: give request_cost=4KiB"),
+        (None, 64, "lost in the noise"),
+    ],
+)
+def test_the_measured_cost_and_the_advice_agree(cost: int | None, in_use: int, words: str) -> None:
+    assert words in bench_command._advice(cost, in_use * 1024, 1_000)
 
 
 def test_bench_says_what_failed(file_url: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_handle_that_only_reads_sets_no_rule(scripted: S3Server, capsys) -> No
 
 def test_s3_without_the_option_is_not_changed(scripted: S3Server, capsys) -> None:
     text, _ = run_text(capsys, "gc", f"s3://bucket/kv?endpoint={scripted.endpoint}")
-    assert "only by a lifecycle rule of their bucket; --lifecycle 30d sets one" in text
+    assert "only by a lifecycle rule of its bucket; --lifecycle 30d sets one" in text
     assert not any("lifecycle" in request.query for request in scripted.requests)
 
 
@@ -138,7 +138,7 @@ def test_each_layer_is_cleaned_by_itself(scripted: S3Server, tmp_path: Path, cap
     place = StorePlace(fast, connector)
     place.add_namespace(pages=3)
     size = len(place.read(place.keys[0]))
-    tight = fast.replace("1GiB", str(2 * size + 10))
+    tight = fast.replace("1GiB", f"{2 * size + 10}B")
     slow = f"s3://bucket/kv?endpoint={scripted.endpoint}"
     url = f"layered:?fast={quote(tight, safe='')}&slow={quote(slow, safe='')}"
     found = run_json(capsys, "gc", url)["layers"]

@@ -132,3 +132,9 @@ def test_gc_that_cannot_finish_is_code_1(root, capsys, monkeypatch):
 def test_gc_of_storage_that_hangs_is_an_error(root, capsys):
     _, err = run_text(capsys, "gc", f"{root.url}?quota=1GiB", "--timeout", "1e-9s", code=2)
     assert "did not end in time" in err
+
+
+def test_gc_of_a_store_that_can_only_be_read_counts_nothing(root, capsys):
+    text, err = run_text(capsys, "gc", f"{root.url}?quota=1GiB&readonly=1", code=1)
+    assert "left" not in text
+    assert "the store can only be read, so that nothing was removed; use an account that may write" in err

@@ -8,7 +8,7 @@ import pytest
 from cli_place import GRID, PAGE_SIZE, StorePlace, page_hash, run_json, run_text, soon
 
 from hicache_store.cli.main import main
-from hicache_store.connectors.base import META_PREFIX, Touch
+from hicache_store.connectors.base import META_PREFIX, Outcome, Status, Touch
 from hicache_store.connectors.registry import open_connector
 from hicache_store.layout.names import manifest_key, marker_key
 from hicache_store.layout.records import first_slot
@@ -215,3 +215,11 @@ def test_e09_what_was_not_removed_is_told_and_is_no_success(capsys, monkeypatch)
         found = run_json(capsys, "rm", url, "--namespace", made.digest, "--yes")
         assert (found["removed"]["objects"], found["removed"]["records"], found["kept"]) == (3, 2, {})
         connector.close()
+
+
+def test_a_refusal_is_told_with_its_reason(place, capsys, monkeypatch):
+    made = place.add_namespace()
+    refusal = Outcome(Status.REFUSED, detail="the disk went read-only")
+    monkeypatch.setattr(type(place.connector), "delete", lambda self, keys, *_: [refusal for _ in keys])
+    _, err = run_text(capsys, "rm", place.url, "--namespace", made.digest, "--yes", code=1)
+    assert "6 refused (the disk went read-only)" in err

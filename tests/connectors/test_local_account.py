@@ -14,6 +14,7 @@ import pytest
 from account_place import NANO, SIZE, START_S, Place, keys, later
 
 from hicache_store.clock import Deadline
+from hicache_store.config import size_text
 from hicache_store.connectors.local_account import Account
 from hicache_store.errors import HandleError
 from hicache_store.limits import EVICTION_RETRY_S, FREE_FLOOR_MAX_BYTES, GIB
@@ -68,8 +69,8 @@ class TestReservations:
         place.write(account, keys("old", 3), age_s=100)
         reservation = account.reserve([SIZE] * 6, later())
         assert reservation.granted == 4
-        assert str(4 * SIZE) in reservation.reason
-        assert str(6 * SIZE) in reservation.reason
+        assert size_text(4 * SIZE) in reservation.reason
+        assert size_text(6 * SIZE) in reservation.reason
         assert place.bytes_on_disk() == 0
         assert place.metrics.get("file.quota_refused") == 2
 
@@ -285,7 +286,7 @@ class TestFreeSpaceFloor:
         assert first.reserve([SIZE] * 10, later()).granted == 10
         reservation = second.reserve([SIZE] * 10, later())
         assert reservation.granted == 5
-        assert str(5 * SIZE) in reservation.reason
+        assert size_text(5 * SIZE) in reservation.reason
 
     def test_a_neighbour_fills_the_disk_and_the_store_yields(self, place: Place) -> None:
         free = [50 * SIZE]
@@ -320,7 +321,7 @@ class TestDefaults:
         assert account.quota_bytes == 50 * SIZE
         assert account.min_free_bytes == 10 * SIZE
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        assert str(50 * SIZE) in caplog.text
+        assert "using 48.83 KiB, half of the " in caplog.text
         for page in range(8):
             assert place.write(account, keys(f"p{page}", 10), age_s=100 - page) == 10
         assert place.bytes_on_disk() <= 50 * SIZE

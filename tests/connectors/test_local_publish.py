@@ -264,7 +264,7 @@ def test_accounting_is_net_of_what_is_there_lost_or_replaced(tmp_path: Path) -> 
 
 def test_what_has_no_room_is_refused_and_says_why(tmp_path: Path) -> None:
     """An item larger than the whole quota does not stand in the way of the others."""
-    store = open_at(tmp_path, query="quota=300000&min_free=0")
+    store = open_at(tmp_path, query="quota=300000B&min_free=0")
     writes = [write_of(KEY + "0", bytes(300_001)), write_of(KEY + "1", DATA), write_of(META, bytes(400_000))]
     outcomes = store.write_from(writes, later())
     assert [outcome.status for outcome in outcomes] == [Status.REFUSED, Status.OK, Status.OK]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -225,6 +226,7 @@ def test_a_failing_start_leaves_nothing_behind(tiny: ModelSource, tmp_path: Path
 
 ORPHANS = """
 import os
+import re
 from hicache_store.demo.group import RankGroup
 from hicache_store.demo.messages import GroupSpec
 from hicache_store.demo.weights import random8
@@ -269,3 +271,12 @@ def test_messages_are_bounded_objects() -> None:
     for raw in (b"", b"[1]", b"\xff", b"{"):
         with pytest.raises(MessageError):
             decode(raw)
+
+
+def test_the_server_of_ranks_does_not_hear_ctrl_c(tiny: ModelSource) -> None:
+    """A terminal sends it to every process; the server may be in the middle of loading torch."""
+    with RankGroup.start(spec_of(tiny, ParallelSpec())) as group:
+        (rank,) = group.pids.values()
+        server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        (blocked,) = re.findall(r"SigBlk:\s+([0-9a-f]+)", Path(f"/proc/{server}/status").read_text())
+    assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
