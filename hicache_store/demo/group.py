@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -315,6 +315,7 @@ class RankGroup:
 def _start_server() -> None:
     """Start the server process deaf to Ctrl-C, which a terminal sends to all: this process decides, and the
     server would die of it in the middle of an import, with a stack trace."""
+    resource_tracker.ensure_running()  # whose own start would lift the mask again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
