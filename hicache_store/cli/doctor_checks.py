@@ -7,6 +7,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -118,8 +119,11 @@ class Examination:
                 yield from self._check("clock", self._clock)
                 yield from self._check("latency", self._latency)
                 yield from self._check("throughput", self._throughput)
-        finally:
-            yield from self._check("removal", self._remove)
+        except BaseException:  # nobody listens any more
+            with suppress(_FaultError, HicacheError, OSError):
+                self._remove()
+            raise
+        yield from self._check("removal", self._remove)
 
     def _check(self, name: str, action: Callable[[], Finding | str]) -> Generator[Finding, None, bool]:
         try:

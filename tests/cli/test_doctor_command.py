@@ -129,6 +129,17 @@ def test_a_store_that_can_only_be_read_does_not_work_unless_that_was_asked_for()
     assert found["write"].grade == "note"
 
 
+def test_an_examination_that_nobody_reads_to_its_end_leaves_nothing() -> None:
+    """``hicache doctor URL | head -1``."""
+    connector = MemoryConnector()
+    findings = Examination(connector, 30.0).run()
+    while next(findings).name != "write and read":
+        pass
+    assert list(connector.scan("meta/"))
+    findings.close()
+    assert list(connector.scan("meta/")) == []
+
+
 def test_a_clock_within_the_grain_of_a_second_is_told_as_that() -> None:
     assert examine(MemoryConnector())["clock"].text == "the storage's clock is within 1 s of this machine's"
 
