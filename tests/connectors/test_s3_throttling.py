@@ -119,7 +119,7 @@ def test_d11_the_load_settles_at_what_a_server_bears(server: S3Server) -> None:
     for _ in range(6):
         read_all(connector)
     assert busy.throttled < busy.taken / 2
-    assert connector._engine._requests.places <= 8
+    assert connector._engine._requests.places <= 16
     writes = [write_of(f"{key}.new", b"x" * 50) for key in KEYS]
     assert sum(outcome.is_ok for outcome in connector.write_from(writes, soon())) > 32
     busy.bears = 1_000
