@@ -10,7 +10,14 @@ from typing import TypeVar
 
 from hicache_store import __version__
 from hicache_store.config import MissingUnitError, parse_duration, parse_size
-from hicache_store.limits import DEFAULT_TIMEOUT_S, EXPLAIN_OBJECTS_MAX, KIB, MAINTENANCE_SWEEP_S, MIB
+from hicache_store.limits import (
+    DEFAULT_TIMEOUT_S,
+    EXPLAIN_OBJECTS_MAX,
+    KIB,
+    MAINTENANCE_SWEEP_S,
+    MIB,
+    TIMEOUT_MAX_S,
+)
 
 T = TypeVar("T")
 _Adds = Callable[..., argparse.ArgumentParser]
@@ -36,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("url", metavar="URL", help="the store, such as file:///srv/kv")
             sub.add_argument(
                 "--timeout",
-                type=_typed(_more_than_no_time, "a time such as 500ms or 30s, more than 0"),
+                type=_typed(_more_than_no_time, "a time such as 500ms or 30s, more than 0 and at most 365d"),
                 default=timeout_s,
                 metavar="TIME",
                 help=f"longest time of one batch of storage work (default {timeout_s:g}s)",
@@ -245,7 +252,7 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 def _more_than_no_time(text: str) -> float:
     seconds = parse_duration(text)
-    if not seconds:
+    if not 0.0 < seconds <= TIMEOUT_MAX_S:
         raise ValueError(text)
     return seconds
 

@@ -49,6 +49,7 @@ from hicache_store.connectors.base import (
 )
 from hicache_store.connectors.layered_backlog import Backlog
 from hicache_store.connectors.layered_memory import SlowMemory
+from hicache_store.connectors.layered_parts import Layers
 from hicache_store.connectors.layered_read import Fill, LayeredReader, half_of
 from hicache_store.connectors.layered_sizes import LayeredSizes
 from hicache_store.connectors.layered_write import LayeredWriter
@@ -123,37 +124,20 @@ class LayeredConnector:
         self._pending = Backlog(slow, "write", queue_bytes, self.metrics, is_lasting=True)
         is_back = mode == "write-back" and not slow.capabilities.is_read_only
         self._memory = SlowMemory(clock)
-        self._sizes = LayeredSizes(
+        layers = Layers(
             fast,
             slow,
             self._fills,
             self._pending,
             self._memory,
             self.metrics,
-            may_heal=self._changes_fast and not slow.capabilities.is_read_only,
-            is_back=is_back,
-        )
-        self._reader = LayeredReader(
-            fast,
-            slow,
-            self._fills,
-            self._pending,
-            fill if self._changes_fast else "none",
-            self._memory,
-            self.metrics,
-            may_drop=self._changes_fast,
-            is_back=is_back,
-        )
-        self._writer = LayeredWriter(
-            fast,
-            slow,
-            self._fills,
-            self._pending,
-            self._memory,
             is_back=is_back,
             changes_fast=self._changes_fast,
         )
-        self._capabilities = _combined(fast.capabilities, slow.capabilities, self._writer.is_back)
+        self._sizes = LayeredSizes(layers)
+        self._reader = LayeredReader(layers, fill)
+        self._writer = LayeredWriter(layers)
+        self._capabilities = _combined(fast.capabilities, slow.capabilities, is_back)
 
     @property
     def capabilities(self) -> Capabilities:

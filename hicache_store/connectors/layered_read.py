@@ -13,15 +13,13 @@ from hicache_store.connectors.base import (
     OK,
     TIMED_OUT,
     BufferTarget,
-    Connector,
     Outcome,
     Read,
     Status,
 )
-from hicache_store.connectors.layered_backlog import Backlog, Entry
+from hicache_store.connectors.layered_backlog import Entry
 from hicache_store.connectors.layered_copies import CapturingTarget, deliver
-from hicache_store.connectors.layered_memory import SlowMemory
-from hicache_store.metrics import Metrics
+from hicache_store.connectors.layered_parts import Layers
 
 Fill: TypeAlias = Literal["seen", "whole", "none"]
 
@@ -69,40 +67,20 @@ class _Fetch:
 
 
 class LayeredReader:
-    """One read of two layers; ``fills`` are copies on their way to the fast one, ``pending`` objects
-    on their way to the slow one. Both are the newest there is and are looked at first."""
+    """One read of two layers; what is on its way to either is looked at first."""
 
-    def __init__(
-        self,
-        fast: Connector,
-        slow: Connector,
-        fills: Backlog,
-        pending: Backlog,
-        fill: Fill,
-        memory: SlowMemory,
-        metrics: Metrics,
-        *,
-        may_drop: bool,
-        is_back: bool,
-    ) -> None:
-        self._fast = fast
-        self._slow = slow
-        self._fills = fills
-        self._pending = pending
-        self._fill = fill
-        self._memory = memory
-        self._metrics = metrics
-        self._may_drop = may_drop
-        self._is_back = is_back
+    def __init__(self, layers: Layers, fill: Fill) -> None:
+        self._layers = layers
+        self._fill = fill if layers.changes_fast else "none"
 
     def __call__(self, reads: Sequence[Read], deadline: Deadline) -> list[Outcome]:
         """The outcomes of one batch. A version in them is always the slow layer's."""
         found = self._from_copies(reads, deadline)
         refused = self._from_fast(reads, found, deadline)
-        if not self._is_back:
+        if not self._layers.is_back:
             self._drop(reads, refused, deadline)
         self._from_slow(reads, found, deadline)
-        if self._is_back:  # what the slow layer has not may be on its way there from another handle
+        if self._layers.is_back:  # what the slow layer has not may be on its way there from another handle
             alone = [index for index in refused if found[index].status is Status.ABSENT]
             found.update((index, replace(refused[index], version=None)) for index in alone)
             self._drop(reads, {i: one for i, one in refused.items() if i not in alone}, deadline)
@@ -113,16 +91,16 @@ class LayeredReader:
         for index, read in enumerate(reads):
             if deadline.is_past:
                 break
-            pending = self._pending.data(read.key)
-            data = self._fills.data(read.key) if pending is None else pending
+            pending = self._layers.pending.data(read.key)
+            data = self._layers.fills.data(read.key) if pending is None else pending
             if data is None:
                 continue
             outcome = deliver(read, data)
             if outcome.is_ok or pending is not None:
                 found[index] = outcome
             else:
-                self._fills.void([read.key])
-        self._metrics.add("layered.read_from_copies", len(found))
+                self._layers.fills.void([read.key])
+        self._layers.metrics.add("layered.read_from_copies", len(found))
         return found
 
     def _from_fast(
@@ -135,26 +113,28 @@ class LayeredReader:
             for index, read in enumerate(reads)
             if index not in found
             and not read.key.startswith(META_PREFIX)
-            and not self._fills.is_void(read.key)
+            and not self._layers.fills.is_void(read.key)
         ]
         if not asked:
             return refused
-        outcomes = self._fast.read_into([reads[index] for index in asked], half_of(deadline))
+        outcomes = self._layers.fast.read_into([reads[index] for index in asked], half_of(deadline))
         for index, outcome in zip(asked, outcomes, strict=True):
             if outcome.is_ok:
                 found[index] = OK
             elif outcome.status in (Status.REJECTED, Status.WRONG_SIZE):
                 refused[index] = outcome
             elif outcome.status is not Status.ABSENT:
-                self._metrics.add("layered.fast_failed")
-        self._metrics.add("layered.read_from_fast", sum(outcome.is_ok for outcome in outcomes))
-        self._metrics.add("layered.fast_bad", len(refused))
+                self._layers.metrics.add("layered.fast_failed")
+        self._layers.metrics.add("layered.read_from_fast", sum(outcome.is_ok for outcome in outcomes))
+        self._layers.metrics.add("layered.fast_bad", len(refused))
         return refused
 
     def _drop(self, reads: Sequence[Read], refused: dict[int, Outcome], deadline: Deadline) -> None:
-        if refused and self._may_drop:
+        if refused and self._layers.changes_fast:
             keys = [reads[index].key for index in refused]
-            self._fast.delete(keys, half_of(deadline), [outcome.version for outcome in refused.values()])
+            self._layers.fast.delete(
+                keys, half_of(deadline), [outcome.version for outcome in refused.values()]
+            )
 
     def _from_slow(self, reads: Sequence[Read], found: dict[int, Outcome], deadline: Deadline) -> None:
         plain: list[int] = []
@@ -164,11 +144,11 @@ class LayeredReader:
             for index, read in enumerate(reads):
                 if index in found:
                     continue
-                if self._pending.is_void(read.key):
+                if self._layers.pending.is_void(read.key):
                     found[index] = ABSENT
                     continue
                 entry = self._mine_to_fetch(read)
-                other = self._fills.find(read.key) if entry is None and self._keeps(read) else None
+                other = self._layers.fills.find(read.key) if entry is None and self._keeps(read) else None
                 if entry is not None:
                     fetches[index] = _Fetch.of(entry, read)
                 elif other is not None and other.is_fetch and not other.is_void:
@@ -179,7 +159,7 @@ class LayeredReader:
         finally:
             for index, fetch in fetches.items():  # whoever waits must be told, whatever happened
                 is_good = index in found and found[index].is_ok
-                self._fills.offer((fetch.entry, fetch.data if is_good else None))
+                self._layers.fills.offer((fetch.entry, fetch.data if is_good else None))
         self._await_others(reads, waiting, found, deadline)
 
     def _keeps(self, read: Read) -> bool:
@@ -188,7 +168,11 @@ class LayeredReader:
         return self._fill == "whole" or read.ranges is None
 
     def _mine_to_fetch(self, read: Read) -> Entry | None:
-        return self._fills.reserve(read.key, read.size_bytes, is_fetch=True) if self._keeps(read) else None
+        return (
+            self._layers.fills.reserve(read.key, read.size_bytes, is_fetch=True)
+            if self._keeps(read)
+            else None
+        )
 
     def _fetch(
         self,
@@ -202,9 +186,9 @@ class LayeredReader:
         if not indices:
             return
         asked = [fetches[index].slow_read if index in fetches else reads[index] for index in indices]
-        self._metrics.add("layered.read_from_slow", len(asked))
-        outcomes = self._slow.read_into(asked, deadline)
-        self._memory.learn(asked, outcomes)
+        self._layers.metrics.add("layered.read_from_slow", len(asked))
+        outcomes = self._layers.slow.read_into(asked, deadline)
+        self._layers.memory.learn(asked, outcomes)
         for index, outcome in zip(indices, outcomes, strict=True):
             fetch = fetches.get(index)
             if fetch is not None and fetch.buffer is not None and deadline.is_past:
@@ -217,12 +201,12 @@ class LayeredReader:
     ) -> None:
         left: list[int] = []
         for index, entry in waiting.items():
-            data = self._fills.wait_for(entry, deadline)
+            data = self._layers.fills.wait_for(entry, deadline)
             if deadline.is_past:
                 found[index] = TIMED_OUT
             elif data is None or not (outcome := deliver(reads[index], data)).is_ok:
                 left.append(index)
             else:
                 found[index] = outcome
-                self._metrics.add("layered.read_of_others")
+                self._layers.metrics.add("layered.read_of_others")
         self._fetch(reads, left, {}, found, deadline)

@@ -10,15 +10,14 @@ from hicache_store.connectors.base import (
     OK,
     TIMED_OUT,
     BufferSource,
-    Connector,
     Outcome,
     Status,
     Write,
 )
 from hicache_store.connectors.batch import failure
-from hicache_store.connectors.layered_backlog import Backlog, Entry
+from hicache_store.connectors.layered_backlog import Entry
 from hicache_store.connectors.layered_copies import CapturingSource, joined
-from hicache_store.connectors.layered_memory import SlowMemory
+from hicache_store.connectors.layered_parts import Layers
 from hicache_store.connectors.layered_read import half_of
 
 _FULL = Outcome(Status.REFUSED, "the queue to the slow layer is full; the storage takes less than is written")
@@ -27,24 +26,8 @@ _FULL = Outcome(Status.REFUSED, "the queue to the slow layer is full; the storag
 class LayeredWriter:
     """One write of two layers."""
 
-    def __init__(
-        self,
-        fast: Connector,
-        slow: Connector,
-        fills: Backlog,
-        pending: Backlog,
-        memory: SlowMemory,
-        *,
-        is_back: bool,
-        changes_fast: bool,
-    ) -> None:
-        self.is_back = is_back
-        self._fast = fast
-        self._slow = slow
-        self._fills = fills
-        self._pending = pending
-        self._memory = memory
-        self._changes_fast = changes_fast
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
 
     def __call__(self, writes: Sequence[Write], deadline: Deadline) -> list[Outcome]:
         """The outcomes of one batch. Metadata and replacements never wait for a slow layer to follow."""
@@ -57,7 +40,7 @@ class LayeredWriter:
         return [found[index] for index in range(len(writes))]
 
     def _goes_back(self, write: Write) -> bool:
-        return self.is_back and write.replace is None and not write.key.startswith(META_PREFIX)
+        return self._layers.is_back and write.replace is None and not write.key.startswith(META_PREFIX)
 
     # -- through ---------------------------------------------------------------------------
 
@@ -68,22 +51,26 @@ class LayeredWriter:
         try:
             asked: list[Write] = []
             for write in writes:
-                if self.is_back and write.replace is not None:
-                    self._pending.flush(deadline, write.key)
-                is_kept = self._changes_fast and not write.key.startswith(META_PREFIX)
-                entry = self._fills.reserve(write.key, write.size_bytes, write.depth) if is_kept else None
+                if self._layers.is_back and write.replace is not None:
+                    self._layers.pending.flush(deadline, write.key)
+                is_kept = self._layers.changes_fast and not write.key.startswith(META_PREFIX)
+                entry = (
+                    self._layers.fills.reserve(write.key, write.size_bytes, write.depth) if is_kept else None
+                )
                 source = None if entry is None else CapturingSource(write.source, write.size_bytes)
                 entries.append(entry)
                 sources.append(source)
                 asked.append(write if source is None else write._replace(source=source))
-            outcomes = self._slow.write_from(asked, deadline)
-            self._memory.learn(asked, outcomes)
+            outcomes = self._layers.slow.write_from(asked, deadline)
+            self._layers.memory.learn(asked, outcomes)
             self._drop_replaced(writes, outcomes, deadline)
         finally:
             for index, (entry, source) in enumerate(zip(entries, sources, strict=True)):
                 if entry is not None:
                     is_stored = index < len(outcomes) and outcomes[index].status is Status.OK
-                    self._fills.offer((entry, source.data if source is not None and is_stored else None))
+                    self._layers.fills.offer(
+                        (entry, source.data if source is not None and is_stored else None)
+                    )
         return outcomes
 
     def _drop_replaced(
@@ -94,8 +81,8 @@ class LayeredWriter:
             for write, outcome in zip(writes, outcomes, strict=True)
             if write.replace is not None and outcome.is_ok and not write.key.startswith(META_PREFIX)
         ]
-        if replaced and self._changes_fast:
-            self._fast.delete(replaced, half_of(deadline))
+        if replaced and self._layers.changes_fast:
+            self._layers.fast.delete(replaced, half_of(deadline))
 
     # -- back ------------------------------------------------------------------------------
 
@@ -118,7 +105,7 @@ class LayeredWriter:
                 outcome = self._judge(write, deadline, {one.key for one, _ in fresh.values()}, may_wait)
                 if outcome is not None:
                     found[index] = outcome
-                elif self._pending.find(write.key) is None:
+                elif self._layers.pending.find(write.key) is None:
                     taken = self._take(write)
                     if isinstance(taken, Outcome):
                         found[index] = taken
@@ -128,7 +115,7 @@ class LayeredWriter:
             self._put_fast(writes, found, fresh, deadline)
             is_complete = True
         finally:
-            self._pending.offer(
+            self._layers.pending.offer(
                 *[(one, data if is_complete and found[i].is_ok else None) for i, (one, data) in fresh.items()]
             )
 
@@ -136,15 +123,19 @@ class LayeredWriter:
         """The outcome of a write that needs no bytes, or ``None``."""
         if deadline.is_past:
             return TIMED_OUT
-        held = self._pending.find(write.key)
+        held = self._layers.pending.find(write.key)
         if held is None:
             return None
-        data = self._pending.wait_for(held, deadline) if may_wait else self._pending.data(write.key)
+        data = (
+            self._layers.pending.wait_for(held, deadline)
+            if may_wait
+            else self._layers.pending.data(write.key)
+        )
         if write.key in taken or data is not None:
             if held.size_bytes == write.size_bytes:
                 return Outcome(Status.EXISTS)
             return Outcome(Status.CONFLICT, f"there are {held.size_bytes} bytes, not {write.size_bytes}")
-        if may_wait and not self._pending.flush(deadline, write.key):
+        if may_wait and not self._layers.pending.flush(deadline, write.key):
             return TIMED_OUT
         return None
 
@@ -152,7 +143,7 @@ class LayeredWriter:
         """Room and an own copy; ``None`` when another call took the key at this moment."""
         if write.size_bytes <= 0:
             return Outcome(Status.REFUSED, "an object has at least one byte")
-        entry, is_taken = self._pending.try_reserve(write.key, write.size_bytes, write.depth)
+        entry, is_taken = self._layers.pending.try_reserve(write.key, write.size_bytes, write.depth)
         if entry is None:
             return None if is_taken else _FULL
         try:
@@ -161,10 +152,10 @@ class LayeredWriter:
             finally:
                 write.source.release()
         except Exception as error:
-            self._pending.offer((entry, None))
+            self._layers.pending.offer((entry, None))
             return failure(error)
         if data is None:
-            self._pending.offer((entry, None))
+            self._layers.pending.offer((entry, None))
             return Outcome(Status.FAILED, f"the source did not give {write.size_bytes} bytes")
         return entry, data
 
@@ -175,13 +166,13 @@ class LayeredWriter:
         fresh: dict[int, tuple[Entry, bytearray]],
         deadline: Deadline,
     ) -> None:
-        if not fresh or not self._changes_fast:
+        if not fresh or not self._layers.changes_fast:
             return
         puts = [
             Write(one.key, one.size_bytes, BufferSource.of(data), writes[index].depth)
             for index, (one, data) in fresh.items()
         ]
-        stored = self._fast.write_from(puts, half_of(deadline))
+        stored = self._layers.fast.write_from(puts, half_of(deadline))
         met = {
             index: outcome
             for index, outcome in zip(fresh, stored, strict=True)
@@ -203,7 +194,7 @@ class LayeredWriter:
         What was lost there, or dropped on its way, is sent again. What is there at another length is for
         the slow layer to decide. A fast copy of another length than the slow layer's object goes.
         """
-        sizes = self._slow.sizes([writes[index].key for index in met], half_of(deadline))
+        sizes = self._layers.slow.sizes([writes[index].key for index in met], half_of(deadline))
         through: list[int] = []
         bad: list[tuple[str, str | None]] = []
         for (index, outcome), size in zip(met.items(), sizes, strict=True):
@@ -212,11 +203,13 @@ class LayeredWriter:
                 bad.append((write.key, outcome.version))
             found[index] = OK if is_conflict and size is None else Outcome(Status.EXISTS)
             if size is not None:
-                self._pending.offer((fresh.pop(index)[0], None))
+                self._layers.pending.offer((fresh.pop(index)[0], None))
                 if size != write.size_bytes:
                     through.append(index)
         if bad:
-            self._fast.delete([key for key, _ in bad], half_of(deadline), [version for _, version in bad])
+            self._layers.fast.delete(
+                [key for key, _ in bad], half_of(deadline), [version for _, version in bad]
+            )
         if through:
             outcomes = self._write_through([writes[index] for index in through], deadline)
             found.update(zip(through, outcomes, strict=True))

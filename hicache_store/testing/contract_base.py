@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -170,3 +173,15 @@ def run_together(*functions: Callable[[], None]) -> None:
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), f"a thread hangs for {PATIENCE_S} s"
+
+
+def exit_code_of(child: int) -> int:
+    """The exit code of a forked ``child``; one that outlives our patience is killed."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

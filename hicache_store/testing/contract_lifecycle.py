@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import time
 import warnings
@@ -15,12 +14,12 @@ import pytest
 from hicache_store.connectors.base import Connector, Status, Touch
 from hicache_store.errors import HandleError
 from hicache_store.testing.contract_base import (
-    PATIENCE_S,
     SETTLE_S,
     Connect,
     ContractBase,
     assert_absent,
     assert_holds,
+    exit_code_of,
     fetch,
     page_key,
     soon,
@@ -103,7 +102,7 @@ class LifecycleContract(ContractBase):
                 code = 0
             finally:
                 os._exit(code)
-        assert _exit_code(child) == 0, "the child saw wrong bytes, another exception, or hung"
+        assert exit_code_of(child) == 0, "the child saw wrong bytes, another exception, or hung"
         assert_holds(connector, {key: content(key, 5_001)})
 
     def test_read_only_handles_change_nothing(self, connector: Connector, writer: Connector) -> None:
@@ -122,15 +121,3 @@ class LifecycleContract(ContractBase):
             assert connector.write_from([write_of(new, content(new, 500))], soon())[0].status is Status.OK
             assert connector.delete([key], soon())[0].status is Status.OK
             assert fetch(connector, key, 500)[0].status is Status.ABSENT
-
-
-def _exit_code(child: int) -> int:
-    """The exit code of ``child``; a child that outlives our patience is killed."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -277,6 +277,7 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(capsys):
         (["rm", "file:///x", "--older-than", "5"], "give a unit, 5d, or 5s if you mean seconds"),
         (["bench", "file:///x", "--size", "64"], "give a unit, 64GiB, or 64B if you mean bytes"),
         (["ls", "file:///x", "--timeout", "0"], "more than 0"),
+        (["ls", "file:///x", "--timeout", "366d"], "at most 365d"),
     ],
 )
 def test_numbers_that_may_mean_anything_are_refused(capsys, argv, way_out):

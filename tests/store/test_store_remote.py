@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from hicache_store.connectors.base import Connector
 from hicache_store.connectors.registry import open_connector
 from hicache_store.errors import ConfigurationError, HandleError
 from hicache_store.layout.parallel import Rank
+from hicache_store.testing.contract_base import exit_code_of
 
 POOL = tiny(2, 2, 2).pool(4)
 PATIENCE_S = 60.0
@@ -140,7 +140,7 @@ def test_a_forked_child_attaches_anew_or_is_told_what_to_do(
             finally:
                 os._exit(code)
         is_native = request.node.callspec.params["place"] == "s3"
-        assert exit_code(child) == (3 if is_native else 2)
+        assert exit_code_of(child) == (3 if is_native else 2)
         assert rig.restore(hashes).pages == 2
         rig.assert_holds(range(2))
 
@@ -164,18 +164,6 @@ def in_child(rig: RankRig, place: UrlPlace, hashes: list[str]) -> int:
     own.assert_holds(range(2))
     own.store.close()
     return 2
-
-
-def exit_code(child: int) -> int:
-    """The exit code of ``child``; one that hangs is killed."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def resident() -> int:
