@@ -487,3 +487,31 @@ ENGINE_SCRATCH_BYTES: Final = 32 * MIB
 
 ENGINE_STATS_MAX: Final = 4096
 """Transfers remembered between two questions for statistics; the oldest are forgotten."""
+
+ENGINE_STAGING_BYTES: Final = 512 * MIB
+"""Default host memory of one rank through which vLLM's blocks go, half of it in each direction: a prefill
+step of 8,192 tokens of a 70B model at tensor-parallel size 8 is 320 MiB."""
+
+ENGINE_DEVICE_STAGING_BYTES: Final = 64 * MIB
+"""Device memory through which blocks go, in each direction: it is not in vLLM's own account of memory, so it
+stays small against the reserve that vLLM leaves."""
+
+ENGINE_LOAD_THREADS: Final = 4
+"""Loads of requests that run at one time in a rank; each moves a batch of pages with the store's threads."""
+
+ENGINE_SAVE_THREADS: Final = 2
+"""Saves that run at one time in a rank."""
+
+ENGINE_LOOKUP_THREADS: Final = 4
+"""Look-ups that run at one time beside a scheduler."""
+
+ENGINE_QUEUE_MAX: Final = 1024
+"""Requests whose look-up or load waits for a thread; one more is computed, not waited for."""
+
+ENGINE_LOAD_PAGES: Final = 32
+"""Pages that a load moves before it places them in the engine's blocks: enough for the store's threads to
+work side by side, few enough that several loads share the staging memory."""
+
+ENGINE_SHARED_WAIT_S: Final = 10.0
+"""How long a request waits for another one's load of the same pages before it loads them itself. Above the
+default deadline of a load, so that it only ends a wait for a request that cannot be scheduled."""

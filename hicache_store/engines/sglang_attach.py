@@ -38,9 +38,8 @@ from hicache_store.engines.sglang_stores import (
     Limits,
     LogicalStore,
     PoolStore,
-    spec_of,
 )
-from hicache_store.engines.sharing import BorrowedConnector
+from hicache_store.engines.sharing import BorrowedConnector, spec_of
 from hicache_store.errors import ConfigurationError, IdentityError, TopologyError
 from hicache_store.layout.box import Span
 from hicache_store.layout.dtypes import DType

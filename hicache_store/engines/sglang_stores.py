@@ -16,7 +16,6 @@ import numpy as np
 
 from hicache_store.connectors.base import Connector
 from hicache_store.engines.sglang_pools import flat_page_bytes, slots_of
-from hicache_store.layout.box import Span
 from hicache_store.layout.dtypes import DType
 from hicache_store.layout.layouts import engine_layout
 from hicache_store.layout.model import KVPart, Pool
@@ -259,13 +258,3 @@ class LogicalStore:
 
 def _done(report: BackupReport) -> list[bool]:
     return [state in _DONE for state in report.states]
-
-
-def spec_of(tp_size: int, layers: Span, total: int) -> tuple[ParallelSpec, int]:
-    """A topology that has a stage of exactly ``layers`` of ``total``, and that stage's number.
-
-    Engines do not tell a rank the other stages' cuts, and nothing that is stored depends on them.
-    """
-    cuts = sorted({0, layers.start, layers.stop, total})
-    spec = ParallelSpec(tp_size, len(cuts) - 1, stage_starts=tuple(cuts[1:-1]) if len(cuts) > 2 else None)
-    return spec, cuts.index(layers.start)

@@ -1,4 +1,4 @@
-"""One connector under several stores."""
+"""What the adapters share: one connector under several stores, and a topology that is known in part."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from hicache_store.clock import Deadline
 from hicache_store.connectors.base import Capabilities, Connector, Entry, Lister, Outcome, Read, Touch, Write
+from hicache_store.layout.box import Span
+from hicache_store.layout.parallel import ParallelSpec
 
 
 class BorrowedConnector:
@@ -51,3 +53,13 @@ class BorrowedConnector:
 
     def close(self) -> None:
         """Nothing: the owner is closed by whoever opened it."""
+
+
+def spec_of(tp_size: int, layers: Span, total: int) -> tuple[ParallelSpec, int]:
+    """A topology that has a stage of exactly ``layers`` of ``total``, and that stage's number.
+
+    Engines do not tell a rank the other stages' cuts, and nothing that is stored depends on them.
+    """
+    cuts = sorted({0, layers.start, layers.stop, total})
+    spec = ParallelSpec(tp_size, len(cuts) - 1, stage_starts=tuple(cuts[1:-1]) if len(cuts) > 2 else None)
+    return spec, cuts.index(layers.start)

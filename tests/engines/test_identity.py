@@ -16,7 +16,7 @@ from hicache_store.engines.identity import (
     weights_of,
 )
 from hicache_store.engines.options import EngineOptions
-from hicache_store.engines.sglang_stores import spec_of
+from hicache_store.engines.sharing import spec_of
 from hicache_store.errors import IdentityError
 from hicache_store.layout.box import Span
 from hicache_store.layout.hashing import ChainKind
