@@ -515,3 +515,8 @@ work side by side, few enough that several loads share the staging memory."""
 ENGINE_SHARED_WAIT_S: Final = 10.0
 """How long a request waits for another one's load of the same pages before it loads them itself. Above the
 default deadline of a load, so that it only ends a wait for a request that cannot be scheduled."""
+
+ENGINE_IDLE_WAIT_S: Final = 0.002
+"""How long a step of vLLM that computes nothing waits for a look-up or a load to end. Such steps follow each
+other without a pause, and their thread would keep the interpreter's lock from the threads it waits for: each
+system call of a load then costs up to 5 ms, the interval at which the lock changes hands."""

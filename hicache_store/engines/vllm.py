@@ -144,7 +144,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker = self._worker
         if worker is None:
             return KVConnectorTransferResults()
-        results = worker.results(finished_req_ids)
+        results = worker.results(finished_req_ids, is_idle=self._orders().is_idle)
         if results.restorable:
             self._report = RankReport(results.restorable)
         return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
@@ -181,10 +181,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """This step's orders."""
         nothing: list[SaveOrder] = []
         scheduled, state = scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
-        return StepOrders(
-            self._half.loads(),
-            self._guarded("a save", nothing, lambda: self._half.saves(scheduled, state.get_block_ids)),
-        )
+        loads = self._half.loads()
+        saves = self._guarded("a save", nothing, lambda: self._half.saves(scheduled, state.get_block_ids))
+        if not scheduled and not loads:
+            self._half.pause()
+        return StepOrders(loads, saves, is_idle=not scheduled)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in which loads failed."""

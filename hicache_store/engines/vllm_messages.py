@@ -47,6 +47,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    is_idle: bool = False
+    """Whether the step computes nothing."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,12 @@ from hicache_store.engines.vllm_messages import BlockTables, LoadOrder, SaveOrde
 from hicache_store.engines.vllm_options import VllmOptions
 from hicache_store.engines.vllm_requests import Found, TrackedRequest, hashes_of, is_storable
 from hicache_store.layout.hashing import page_hashes
-from hicache_store.limits import ENGINE_LOOKUP_THREADS, ENGINE_QUEUE_MAX, ENGINE_SHARED_WAIT_S
+from hicache_store.limits import (
+    ENGINE_IDLE_WAIT_S,
+    ENGINE_LOOKUP_THREADS,
+    ENGINE_QUEUE_MAX,
+    ENGINE_SHARED_WAIT_S,
+)
 from hicache_store.metrics import Metrics
 from hicache_store.store import Store
 
@@ -28,7 +33,7 @@ log = logging.getLogger("hicache_store")
 
 
 class SchedulerHalf:
-    """Decides for all ranks. Called by the scheduler's thread, which never waits here.
+    """Decides for all ranks. Called by the scheduler's thread, which never waits here for storage.
 
     ``block_tokens`` are the tokens of a block of each KV cache group, ``hit_tokens`` what the engine wants
     the end of a hit to be a multiple of.
@@ -221,6 +226,16 @@ class SchedulerHalf:
             found = Found((*found.hashes, *more), found.pages)
             tracked.found = found
         return whole, found.hashes
+
+    def pause(self) -> None:
+        """In a step that computes nothing: a short wait for a look-up that a request waits for."""
+        pending = [
+            tracked.lookup
+            for tracked in self._requests.values()
+            if tracked.found is None and tracked.lookup is not None and not tracked.lookup.done()
+        ]
+        if pending:
+            wait(pending, ENGINE_IDLE_WAIT_S, FIRST_COMPLETED)
 
     # What became of it.
 

@@ -21,7 +21,13 @@ from hicache_store.engines.vllm_messages import BlockTables, LoadOrder, SaveOrde
 from hicache_store.engines.vllm_staging import NULL_BLOCK, Staging
 from hicache_store.layout.parallel import Shard, elected_replica
 from hicache_store.layout.plan import placement_of_slot
-from hicache_store.limits import ENGINE_LOAD_PAGES, ENGINE_LOAD_THREADS, ENGINE_QUEUE_MAX, ENGINE_SAVE_THREADS
+from hicache_store.limits import (
+    ENGINE_IDLE_WAIT_S,
+    ENGINE_LOAD_PAGES,
+    ENGINE_LOAD_THREADS,
+    ENGINE_QUEUE_MAX,
+    ENGINE_SAVE_THREADS,
+)
 from hicache_store.metrics import Metrics
 from hicache_store.store import EndReason, Store
 
@@ -75,7 +81,7 @@ class Results:
 
 
 class WorkerHalf:
-    """Loads and saves of one rank. Called by the engine's thread, which never waits here."""
+    """Loads and saves of one rank. Called by the engine's thread, which never waits here for storage."""
 
     def __init__(
         self, store: Store, staging: Staging, held: Shard, block_tokens: Sequence[int], timeout_s: float
@@ -87,6 +93,7 @@ class WorkerHalf:
         self._loaders = ThreadPoolExecutor(ENGINE_LOAD_THREADS, thread_name_prefix="hicache-load")
         self._savers = ThreadPoolExecutor(ENGINE_SAVE_THREADS, thread_name_prefix="hicache-save")
         self._saves: set[Future[None]] = set()
+        self._ended = threading.Event()
 
     @property
     def metrics(self) -> Metrics:
@@ -108,8 +115,14 @@ class WorkerHalf:
                 continue
             self._loaders.submit(self._run_load, load)
 
-    def results(self, ended: Collection[str]) -> Results:
-        """What ended since the last call. Loads that are late, or whose request has ``ended``, end now."""
+    def results(self, ended: Collection[str], *, is_idle: bool = False) -> Results:
+        """What ended since the last call. Loads that are late, or whose request has ``ended``, end now.
+
+        In an ``is_idle`` step there may be a short wait for the next load to end.
+        """
+        if is_idle and self._loads and not ended:
+            self._ended.wait(ENGINE_IDLE_WAIT_S)
+        self._ended.clear()
         results = Results(set(), set(), {})
         for request_id, load in list(self._loads.items()):
             if load.deadline.is_past or request_id in ended:
@@ -147,6 +160,7 @@ class WorkerHalf:
                 }
             )
             load.move(_State.READING, _State.DONE)
+            self._ended.set()
 
     def _load_some(self, load: Load) -> bool:
         """Read the next pages and place them; whether the load may go on."""
