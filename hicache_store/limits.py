@@ -520,3 +520,6 @@ ENGINE_IDLE_WAIT_S: Final = 0.002
 """How long a step of vLLM that computes nothing waits for a look-up or a load to end. Such steps follow each
 other without a pause, and their thread would keep the interpreter's lock from the threads it waits for: each
 system call of a load then costs up to 5 ms, the interval at which the lock changes hands."""
+
+ENGINE_LOOKUP_AGE_S: Final = 1.0
+"""How long a page that was found counts as there for other requests: those of one burst share a prefix."""

@@ -22,6 +22,7 @@ from hicache_store.engines.vllm_requests import Found, TrackedRequest, hashes_of
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.limits import (
     ENGINE_IDLE_WAIT_S,
+    ENGINE_LOOKUP_AGE_S,
     ENGINE_LOOKUP_THREADS,
     ENGINE_QUEUE_MAX,
     ENGINE_SHARED_WAIT_S,
@@ -55,6 +56,7 @@ class SchedulerHalf:
         self._loading: dict[str, str] = {}
         """Page hash to the request that loads it."""
         self._orders: list[LoadOrder] = []
+        self._reset_at = clock()
         self._lookups = ThreadPoolExecutor(ENGINE_LOOKUP_THREADS, thread_name_prefix="hicache-lookup")
 
     @property
@@ -94,7 +96,8 @@ class SchedulerHalf:
         hashes = hashes_of(request, np.asarray(tokens), self._page)
         if not hashes or not is_asked:
             return Found(hashes, 0)
-        report = self._store.contains(hashes, timeout_s=self._lookup_s, max_age_s=1.0)
+        age_s = min(ENGINE_LOOKUP_AGE_S, self._clock() - self._reset_at)
+        report = self._store.contains(hashes, timeout_s=self._lookup_s, max_age_s=age_s)
         return Found(hashes, report.pages)
 
     def _result(self, tracked: TrackedRequest) -> Found | None:
@@ -258,7 +261,8 @@ class SchedulerHalf:
             self._loaded(tracked)
 
     def forget_lookups(self) -> None:
-        """Ask again for what waits: the engine's caches were reset."""
+        """Believe no look-up from before now: the engine's caches were reset."""
+        self._reset_at = self._clock()
         for tracked in self._requests.values():
             if tracked.found is not None and not tracked.loading:
                 tracked.found = None
