@@ -79,6 +79,12 @@ def reads(_llm: Any, _argument: Any) -> int:
     return total
 
 
+def groups(llm: Any, _argument: Any) -> list[str]:
+    """The kinds of the engine's KV cache groups."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return sorted(type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups)
+
+
 def held(llm: Any, _argument: Any) -> dict[str, int]:
     """What the adapter and the engine still hold; all of it is nothing when no request runs."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
