@@ -16,5 +16,5 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
-    if CONNECTOR not in KVConnectorFactory._registry:  # noqa: SLF001, it has no other way to ask
+    if CONNECTOR not in KVConnectorFactory._registry:  # it has no other way to ask
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
