@@ -55,6 +55,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _join_log()
         self._options = read_vllm_options(self._kv_transfer_config.kv_connector_extra_config)
         check_version(is_allowed=self._options.shared.allow_untested)
         check_config(vllm_config)
@@ -247,3 +248,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for half in (worker, scheduler):
             if half is not None:
                 self._guarded("a shutdown", None, half.close)
+
+
+def _join_log() -> None:
+    """Write where vLLM writes: it sets up its own logger only, and others are silent below a warning."""
+    if not log.handlers and not logging.getLogger().handlers:
+        theirs = logging.getLogger("vllm")
+        log.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            log.addHandler(handler)

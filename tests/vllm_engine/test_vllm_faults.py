@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import vllm_faulty
 from vllm_client import Engine, Setup, running
 from vllm_model import TinyLlama
+
+from hicache_store import page_hashes
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -153,7 +156,30 @@ def test_sixteen_requests_fetch_a_shared_prefix_once(bench: Bench) -> None:
     assert batch.local >= 15 * 576
 
 
-def test_a48_aborts_and_hanging_loads_leave_nothing_held(bench: Bench) -> None:
+def test_a37_many_prompts_at_once_do_not_disturb_one_another(bench: Bench) -> None:
+    """Twelve disjoint prompts, whose blocks fill the engine's memory, loaded side by side in three orders."""
+    prompts = [[_DRAW.randrange(256) for _ in range(590)] for _ in range(12)]
+    expected = bench.engine.generate(prompts).tokens
+    for seed in range(3):
+        order = random.Random(seed).sample(range(12), 12)
+        assert bench.engine.forget(external=True)
+        batch = bench.engine.generate([prompts[index] for index in order])
+        assert batch.tokens == [expected[index] for index in order]
+        assert batch.external == 12 * 576
+
+
+def test_a50_the_log_names_what_was_bad(bench: Bench) -> None:
+    bench.fails("flip")
+    bench.again()
+    bench.fails("none")
+    bench.again()
+    log = bench.engine.log(1_000_000)
+    assert re.search(
+        r"a load ended after \d+ pages.*corrupt.*v1/[0-9a-f]{64}/[0-9a-f]{2}/[0-9a-f]{64}/kv\.H", log
+    )
+
+
+def test_aborts_and_hanging_loads_leave_nothing_held(bench: Bench) -> None:
     bench.fails("hang")
     given = {"prompts": [PROMPTS[0]] * 6, "name": "hang", "new_tokens": 4, "abort_at": 2}
     assert bench.engine.forget(external=True)
@@ -170,3 +196,21 @@ def test_preemption_under_load_leaves_nothing_held(bench: Bench) -> None:
     found = bench.engine.call("vllm_faulty:crowd", given, wait_s=300)
     assert found["preempted"] > 0
     assert [tuple(tokens) for tokens in found["tokens"][:2]] == alone
+
+
+def test_e12_pages_lost_after_their_lookup_are_computed_by_all_ranks(tmp_path: Path) -> None:
+    """Two ranks of an engine of its own: three pages are there when the scheduler looks, and gone when the
+    ranks load. The pages before them are loaded all the same, in a second try."""
+    model = TinyLlama().write(tmp_path / "model")
+    path = os.pathsep.join([vllm_faulty.install(tmp_path / "plugins"), str(Path(__file__).parent)])
+    connector = {"url": f"faulty://{tmp_path}/store?quota=1GiB", "timeout_s": 5}
+    setup = Setup(model, tp=2, connector=connector)
+    with running(setup, tmp_path / "log", {"PYTHONPATH": path}) as engine:
+        first = engine.generate(PROMPTS[:1])
+        lost = page_hashes(PROMPTS[0], 64)[4:7]
+        (tmp_path / "store.lost").write_text(" ".join(lost))
+        assert engine.forget(external=True)
+        again = engine.generate(PROMPTS[:1])
+        assert again.tokens == first.tokens
+        assert again.counted["vllm:hicache_load_failed"] == 2
+        assert again.cached == [4 * 64]

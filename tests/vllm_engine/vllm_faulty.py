@@ -38,7 +38,15 @@ def install(folder: Path) -> str:
 def connect(url: StoreUrl) -> FaultyConnector:
     """Local files that fail as :func:`fail` last said."""
     counting = CountingConnector(local.connect(StoreUrl("file", url.location, url.query)))
-    connector = FaultyConnector(counting)
+    lost = Path(f"{url.location}.lost")
+
+    def plan(attempt: Attempt) -> Fault | None:
+        """Pages that a file beside the store names are lost after their look-up, in every process."""
+        if attempt.operation != "read" or not lost.exists():
+            return None
+        return Vanish() if any(page in attempt.key for page in lost.read_text().split()) else None
+
+    connector = FaultyConnector(counting, plan)
     _OPEN.append(connector)
     _COUNTING.append(counting)
     return connector
