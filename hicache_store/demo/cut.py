@@ -28,6 +28,14 @@ def _share(count: int, rank: Rank, spec: ParallelSpec) -> Span:
     return Span(rank.tp * count // spec.tp_size, (rank.tp + 1) * count // spec.tp_size)
 
 
+def tp_sizes(config: ModelConfig) -> list[int]:
+    """The tensor-parallel sizes that divide the model: ranks divide its KV heads or, several to a KV head,
+    the query heads of each."""
+    heads, group = config.num_kv_heads, config.group
+    split = [size for size in range(1, heads) if heads % size == 0]
+    return split + [heads * replicas for replicas in range(1, group + 1) if group % replicas == 0]
+
+
 def cut_of(config: ModelConfig, pool: Pool, spec: ParallelSpec, rank: Rank) -> Cut:
     """The part of ``rank``; :class:`TopologyError` when the model cannot be divided so.
 
@@ -35,14 +43,10 @@ def cut_of(config: ModelConfig, pool: Pool, spec: ParallelSpec, rank: Rank) -> C
     """
     if spec.cp_size != 1:
         raise TopologyError(f"{spec.label}: the demo engine has no context parallelism; use cp1")
+    _check_tp(config, spec.tp_size)
     held = shard(pool, spec, rank)
     if held is None:
         raise TopologyError(f"{rank.label} holds none of {config.num_layers} layers")
-    if config.group % held.replicas:
-        raise TopologyError(
-            f"{held.replicas} ranks share one KV head and cannot divide its {config.group} query heads; "
-            f"use a tensor-parallel size of at most {config.num_query_heads}"
-        )
     own = config.group // held.replicas
     first = held.replica * own
     heads = range(held.box.heads.start, held.box.heads.stop)
@@ -54,3 +58,14 @@ def cut_of(config: ModelConfig, pool: Pool, spec: ParallelSpec, rank: Rank) -> C
         is_first_stage=rank.pp == 0,
         is_last_stage=rank.pp == spec.pp_size - 1,
     )
+
+
+def _check_tp(config: ModelConfig, tp_size: int) -> None:
+    sizes, heads = tp_sizes(config), config.num_kv_heads
+    if tp_size in sizes:
+        return
+    if tp_size % heads:
+        fault = f"{heads} KV heads cannot be split over tensor-parallel size {tp_size}"
+    else:
+        fault = f"{tp_size // heads} ranks share one KV head and cannot divide its {config.group} query heads"
+    raise TopologyError(f"{fault}; use a tensor-parallel size of {', '.join(map(str, sizes))}")

@@ -22,7 +22,7 @@ from hicache_store.demo.prompt import build_prompt, excerpts, prompt_text
 from hicache_store.demo.report import Answers, DemoReport, Written
 from hicache_store.demo.tokenizer import Tokenizer, tokenizer_of
 from hicache_store.demo.weights import ModelConfig, ModelSource
-from hicache_store.errors import ConfigurationError
+from hicache_store.errors import ConfigurationError, TopologyError
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.layout.parallel import ParallelSpec
 
@@ -167,8 +167,11 @@ def run_demo(
     if parse_url(store_url).scheme == "memory":
         raise ConfigurationError("memory:// is private to one process and ranks are many; use file://")
     config, _ = source.open()
-    for parallel in (writer, reader):
-        checked_ranks(config, parallel, page_size)
+    for option, parallel in (("--writer", writer), ("--reader", reader)):
+        try:
+            checked_ranks(config, parallel, page_size)
+        except TopologyError as error:
+            raise TopologyError(f"{option} {parallel.label} cannot run {source.name}: {error}") from None
     if prompt_tokens + new_tokens > config.context:
         raise ConfigurationError(
             f"{prompt_tokens} prompt and {new_tokens} new tokens exceed the context of {config.context}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -196,6 +197,22 @@ def test_cuts_tile_heads_features_and_words() -> None:
         for part, total in (("ffn", config.ffn), ("vocab", config.vocab)):
             spans = [getattr(cut, part) for cut in cuts]
             assert [s.start for s in spans] + [total] == [0] + [s.stop for s in spans]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "sizes"), [(3, 3, [1, 3, 9]), (8, 2, [1, 2, 4, 8, 16]), (1, 6, [1, 2, 3, 6])]
+)
+def test_the_sizes_that_are_advised_are_those_that_work(kv_heads: int, group: int, sizes: list[int]) -> None:
+    config, _ = random8().open()
+    config = replace(config, num_kv_heads=kv_heads, num_query_heads=kv_heads * group)
+    pool = config.kv().pool(PAGE)
+    for tp in range(1, 33):
+        if tp in sizes:
+            cuts = [cut_of(config, pool, ParallelSpec(tp), rank) for rank in ParallelSpec(tp).ranks()]
+            assert sorted(h for cut in cuts for h in cut.query_heads) == list(range(kv_heads * group))
+        else:
+            with pytest.raises(TopologyError, match=f"use a tensor-parallel size of {str(sizes)[1:-1]}$"):
+                cut_of(config, pool, ParallelSpec(tp), Rank())
 
 
 def test_models_are_not_cut_beyond_their_query_heads() -> None:
