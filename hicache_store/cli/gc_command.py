@@ -34,12 +34,15 @@ class _Expires(Protocol):
 def run(args: Namespace, out: Output) -> int:
     """Sweep, or set the rule; exit code 1 when a sweep could not finish."""
     with warnings_heard() as heard, opened_layers(args.url, changes=True) as layers:
-        for text in heard:
+        at_attach = tuple(heard)
+        for text in at_attach:
             out.note(text)
         if args.lifecycle is not None:
             done = _set_lifecycle(layers, args.lifecycle, args.timeout, out)
         else:
             done = [_clean(layer, args.timeout, out) for layer in layers]
+        for text in heard[len(at_attach) :]:  # such as the quota of a store that was first counted now
+            out.note(text)
     shown = masked(args.url)
     if len(layers) > 1:
         out.document({"url": shown, "layers": done})
@@ -63,8 +66,6 @@ def _clean(layer: Layer, timeout_s: float, out: Output) -> dict[str, object]:
         text = "the store can only be read, so that nothing was removed; use an account that may write"
         out.note(text)
         return {**_named(layer), "swept": False, "is_complete": False, "upkeep": text}
-    if "quota" not in dict(parse_url(layer.url).query):
-        out.note("the URL gives no quota, so the default one applies; give what the engines are given")
     with out.progress("sweeping"):
         report = connector.sweep(Deadline.after(timeout_s))
     _print(report, out)

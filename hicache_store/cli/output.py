@@ -235,11 +235,35 @@ def printable(text: str) -> str:
 
 def age_text(last_used_s: float, now_s: float | None = None) -> str:
     """``12s``, ``3.4m``, ``5.6h`` or ``7.8d`` since then."""
-    age_s = max(0.0, (time.time() if now_s is None else now_s) - last_used_s)
+    age_s = _age(last_used_s, now_s)
+    return _in_unit(age_s, *_age_unit(age_s))
+
+
+def age_span_text(newest_s: float, oldest_s: float, now_s: float | None = None) -> str:
+    """``1.9m to 2.2m`` since the two times, once where they read alike.
+
+    Both in the unit of the longer, to be compared at a glance, unless the shorter would be nothing in it.
+    """
+    short_s, long_s = _age(newest_s, now_s), _age(oldest_s, now_s)
+    unit = _age_unit(long_s)
+    newest = _in_unit(short_s, *(unit if short_s >= unit[0] / 10 else _age_unit(short_s)))
+    oldest = _in_unit(long_s, *unit)
+    return newest if newest == oldest else f"{newest} to {oldest}"
+
+
+def _age(then_s: float, now_s: float | None) -> float:
+    return max(0.0, (time.time() if now_s is None else now_s) - then_s)
+
+
+def _age_unit(age_s: float) -> tuple[float, str]:
     for limit, length, unit in ((120.0, 1.0, "s"), (7_200.0, 60.0, "m"), (172_800.0, 3_600.0, "h")):
         if age_s < limit:
-            return f"{age_s / length:.0f}{unit}" if unit == "s" else f"{age_s / length:.1f}{unit}"
-    return f"{age_s / 86_400.0:.1f}d"
+            return length, unit
+    return 86_400.0, "d"
+
+
+def _in_unit(age_s: float, length: float, unit: str) -> str:
+    return f"{age_s:.0f}s" if unit == "s" else f"{age_s / length:.1f}{unit}"
 
 
 def count_text(number: int, singular: str, plural: str = "") -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hicache_store.cli.listing import known_namespaces, objects
 from hicache_store.cli.masking import masked
 from hicache_store.cli.opening import opened, storage_faults, warn_of_faults, warn_of_no_store
-from hicache_store.cli.output import Output, age_text, count_text, size_text
+from hicache_store.cli.output import Output, age_span_text, count_text, size_text
 from hicache_store.cli.records import ManifestRead, read_grids, read_manifest
 from hicache_store.clock import Deadline
 from hicache_store.config import parse_url
@@ -234,8 +234,7 @@ def grid_text(slot: Slot) -> str:
 def _usage_text(usage: Usage) -> str:
     text = f"{count_text(usage.objects, 'object')}, {size_text(usage.size_bytes)}"
     if usage.objects:
-        newest, oldest = age_text(usage.newest_s), age_text(usage.oldest_s)
-        text += f", used {newest} ago" if newest == oldest else f", used {newest} to {oldest} ago"
+        text += f", used {age_span_text(usage.newest_s, usage.oldest_s)} ago"
     return text
 
 

@@ -62,7 +62,8 @@ class Bounds:
         share = int((free_bytes + counter.total_bytes) * QUOTA_SHARE)
         self.quota_bytes = share if size_bytes else QUOTA_FALLBACK_BYTES
         _LOG.warning(
-            "no quota was given: using %s, half of the %s free and %s stored; set quota= to choose",
+            "no quota was given: using %s, half of the %s free and %s stored; "
+            "give each process of the store, tools too, the same quota=",
             size_text(self.quota_bytes),
             size_text(free_bytes),
             size_text(counter.total_bytes),

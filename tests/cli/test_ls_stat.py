@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from cli_place import DRAFT, GRID, POOL, page_hash, run_json, run_text, soon
 
 from hicache_store.cli import ls_command, output
+from hicache_store.cli.output import age_span_text
 from hicache_store.layout.format import ObjectFormat
 from hicache_store.layout.grid import Grid
 from hicache_store.layout.names import manifest_key, marker_key
@@ -163,3 +165,21 @@ def test_further_grids_are_listed(place, capsys):
     assert {(one["slot"], one["objects"]) for one in found} == {
         (first_slot(GRID), 2), (first_slot(Grid("kv", (0, 4), (0, 2, 4))), 2),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("newest", "oldest", "text"),
+    [
+        (115, 132, "1.9m to 2.2m"),
+        (0, 119, "0s to 119s"),
+        (130, 131, "2.2m"),
+        (7_199, 7_300, "2.0h"),
+        (12, 121, "0.2m to 2.0m"),
+        (11, 200, "0.2m to 3.3m"),
+        (3, 121, "3s to 2.0m"),
+        (300, 5 * 86_400, "5.0m to 5.0d"),
+        (86_400, 5 * 86_400, "1.0d to 5.0d"),
+    ],
+)
+def test_two_ages_are_told_in_one_unit(newest, oldest, text):
+    assert age_span_text(1e9 - newest, 1e9 - oldest, 1e9) == text
