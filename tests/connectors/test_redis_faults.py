@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -30,23 +29,6 @@ from hicache_store.testing.redis_servers import RedisServer, redis_sentinel, red
 from tests.connectors.redis_rig import LyingServer, Proxy, bulk, open_redis, opened, wait_until
 
 SIZE = 300_001
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"faults-{uuid.uuid4().hex}:"
-
-
-@pytest.fixture
-def handle(redis_single: RedisServer, prefix: str) -> Iterator[RedisConnector]:
-    with opened(f"redis://{redis_single.address}?prefix={prefix}") as connector:
-        yield connector
-
-
-@pytest.fixture
-def proxy(redis_single: RedisServer) -> Iterator[Proxy]:
-    with Proxy(redis_single.port) as between:
-        yield between
 
 
 def through(proxy: Proxy, prefix: str, options: str = "") -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from urllib.parse import quote
-
-import pytest
 
 from hicache_store.connectors.base import Read, Status, Touch
 from hicache_store.connectors.redis_connector import RedisConnector
@@ -15,23 +12,6 @@ from hicache_store.testing.contract_base import assert_holds, fetch, page_key, s
 from hicache_store.testing.probes import ProbeTarget, content, read_of, write_of
 from hicache_store.testing.redis_servers import RedisServer
 from tests.connectors.redis_rig import LyingServer, Proxy, bulk, opened, wait_until
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"use-{uuid.uuid4().hex}:"
-
-
-@pytest.fixture
-def handle(redis_single: RedisServer, prefix: str) -> Iterator[RedisConnector]:
-    with opened(f"redis://{redis_single.address}?prefix={prefix}") as connector:
-        yield connector
-
-
-@pytest.fixture
-def proxy(redis_single: RedisServer) -> Iterator[Proxy]:
-    with Proxy(redis_single.port) as between:
-        yield between
 
 
 def objects_of(count: int, size: int) -> dict[str, bytes]:
