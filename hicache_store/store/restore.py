@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from hicache_store.connectors.base import Read, Status
 from hicache_store.layout.box import Box
 from hicache_store.layout.names import page_prefix
 from hicache_store.layout.plan import Placement
-from hicache_store.limits import PLANNED_AT_ONCE, RESTORE_ROUNDS
+from hicache_store.limits import LOOKUP_FIRST_PAGES, LOOKUP_ROUNDS, PLANNED_AT_ONCE, RESTORE_ROUNDS
 from hicache_store.store.binding import Binding
 from hicache_store.store.candidates import Candidate, CoverPlan
 from hicache_store.store.context import Refused, StoreContext
@@ -66,25 +66,20 @@ def restore(
     table = binding.table
     count = min(len(hashes), len(placements))
     hints = binding.hints.get_many(hashes[:count])
-    pages = [
-        _Page(i, hashes[i], placements[i], table.whole, hints[i] or table.preferred_mask, hints[i])
-        for i in range(count)
-    ]
     transfer = TransferContext(binding.buffers, context.staging, deadline, context.verify)
-    tally = _Tally()
-    limit = count
-    for attempt in range(RESTORE_ROUNDS):
-        pending = [page for page in pages[:limit] if not page.is_done]
-        if not pending:
+    tally, preferred = _Tally(), table.preferred_mask
+    pages: list[_Page] = []
+    for number in _slices(context.connector.capabilities.lookup_items, hints):
+        part = [
+            _Page(i, hashes[i], placements[i], table.whole, hints[i] or preferred, hints[i])
+            for i in range(len(pages), len(pages) + number)
+        ]
+        pages += part
+        _restore_slice(context, binding, transfer, part, tally)
+        if not all(page.is_done for page in part):
             break
-        if attempt > 0:
-            _look_again(context, binding, pending, deadline)
-            limit = _first_hopeless(binding, pages, limit)
-            pending = [page for page in pages[:limit] if not page.is_done]
-        _read_round(context, binding, transfer, pending, tally)
-        if deadline.is_past:
-            break
-    usable = next((page.index for page in pages if not page.is_done), count)
+        preferred = part[-1].used
+    usable = next((page.index for page in pages if not page.is_done), len(pages))
     _remember(context, binding, pages[:usable], prefix, deadline)
     end = None if usable == count else _end_of(pages[usable], deadline)
     if end is None and count < len(hashes):
@@ -100,6 +95,41 @@ def restore(
         }
     )
     return RestoreReport(usable, end, tally.objects, tally.read_bytes, tally.requests)
+
+
+def _slices(together: int, hints: Sequence[int | None]) -> Iterator[int]:
+    """How many pages to read at a time: all, unless each object is a request.
+
+    Then what was lately found stored and a few more, and after them slices that double as those of
+    look-ups do: a tail that is not there costs at most about as many requests as what is before it, and the
+    cut that served a slice is read in the next.
+    """
+    left = len(hints)
+    number, more = left, LOOKUP_FIRST_PAGES
+    if together > 0:
+        number = next((i for i, hint in enumerate(hints) if not hint), left) + more
+    while left > 0:
+        yield min(number, left)
+        left -= number
+        more = number = min(2 * more, LOOKUP_ROUNDS * together)
+
+
+def _restore_slice(
+    context: StoreContext, binding: Binding, transfer: TransferContext, pages: Sequence[_Page], tally: _Tally
+) -> None:
+    """Read the pages, and again from elsewhere what failed, up to the first that cannot be had."""
+    limit = len(pages)
+    for attempt in range(RESTORE_ROUNDS):
+        pending = [page for page in pages[:limit] if not page.is_done]
+        if not pending:
+            break
+        if attempt > 0:
+            _look_again(context, binding, pending, transfer.deadline)
+            limit = _first_hopeless(binding, pages, limit)
+            pending = [page for page in pages[:limit] if not page.is_done]
+        _read_round(context, binding, transfer, pending, tally)
+        if transfer.deadline.is_past:
+            break
 
 
 class _Job(NamedTuple):
@@ -199,9 +229,10 @@ def _look_again(
 
 
 def _first_hopeless(binding: Binding, pages: Sequence[_Page], limit: int) -> int:
-    for page in pages[:limit]:
+    """How many pages precede the first that cannot be filled; at most ``limit``."""
+    for number, page in enumerate(pages[:limit]):
         if not page.is_done and not binding.table.cover(page.remaining, page.mask).is_complete:
-            return page.index
+            return number
     return limit
 
 

@@ -73,6 +73,32 @@ def test_c18_d15_attaching_and_announcing_cost_few_requests(server: S3Server) ->
         assert server.count("HEAD") <= LOOKUP_FIRST_PAGES + 8
 
 
+@pytest.mark.parametrize("written", [0, 5, 40, 100])
+@pytest.mark.parametrize("spec", ["tp1pp1", "tp2pp2"])
+def test_a_tail_that_is_not_there_costs_no_request_a_page(server: S3Server, spec: str, written: int) -> None:
+    """A restore that nobody looked up first asks ahead by what it has found, in the cut that it has found."""
+    place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
+    hashes = chain(256)
+    with attach_rank(place, POOL, "tp1pp1", Rank(), pages=256) as writer:
+        writer.fill(range(written))
+        writer.backup(hashes[:written])
+    with attach_rank(place, POOL, spec, Rank(), pages=256) as reader:
+        server.forget_requests()
+        report = reader.restore(hashes)
+        assert report.pages == written
+        assert report.end is not None
+        assert (report.end.page, report.end.reason) == (written, EndReason.ABSENT)
+        counts = server.counts()
+        assert counts["GET"] <= 2 * written + 2 * LOOKUP_FIRST_PAGES
+        # Where the reader's own cut is not the writer's, it asks after the other for the slices that end.
+        assert counts["HEAD"] <= written + LOOKUP_FIRST_PAGES
+        server.forget_requests()
+        assert reader.store.contains(hashes).pages == written
+        server.forget_requests()
+        assert reader.restore(hashes[:written]).pages == written
+        assert server.count("GET") == written, "what was found stored is read in one go, and nothing else"
+
+
 def test_markers_are_read_where_the_server_does_not_list(server: S3Server) -> None:
     """A denied, truncated or failing list costs the requests it would have saved, and no grid."""
     place = S3Place(f"s3://bucket/kv?endpoint={server.endpoint}")
