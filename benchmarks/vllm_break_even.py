@@ -20,7 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+for name, value in (
+    ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+    ("VLLM_NO_USAGE_STATS", "1"),
+    ("VLLM_CPU_KVCACHE_SPACE", "1"),
+    ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
+):
+    os.environ.setdefault(name, value)
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "vllm_engine"))
 
 from vllm import LLM, SamplingParams

@@ -165,6 +165,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much to load; ``None`` until the look-up has answered."""
         nothing: int | None = 0
+        if not self._kv_transfer_config.is_kv_consumer:
+            return nothing, False
         tokens = self._guarded("a look-up", nothing, lambda: self._half.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
@@ -183,9 +185,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         nothing: list[SaveOrder] = []
         scheduled, state = scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
         loads = self._half.loads()
-        saves = self._guarded("a save", nothing, lambda: self._half.saves(scheduled, state.get_block_ids))
+        saves = nothing
+        if self._kv_transfer_config.is_kv_producer:
+            saves = self._guarded("a save", nothing, lambda: self._half.saves(scheduled, state.get_block_ids))
         if not scheduled and not loads:
-            self._half.pause()
+            self._guarded("a look-up", None, self._half.pause)
         return StepOrders(loads, saves, is_idle=not scheduled)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -16,7 +16,7 @@ from vllm_model import TinyLlama
 pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
-SGLANG_PYTHON = Path(os.environ.get("HICACHE_SGLANG_PYTHON", ROOT / ".venv-engines" / "bin" / "python"))
+SGLANG_PYTHON = ROOT / os.environ.get("HICACHE_SGLANG_PYTHON", ".venv-engines/bin/python")
 PAGE = 32
 _DRAW = random.Random(17)
 PROMPTS = [[_DRAW.randrange(256) for _ in range(600)] for _ in range(2)]
