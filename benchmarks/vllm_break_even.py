@@ -30,9 +30,9 @@ for name, value in (
     os.environ.setdefault(name, value)
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "vllm_engine"))
 
-from vllm import LLM, SamplingParams
-from vllm_client import own_transfer
-from vllm_model import TinyLlama
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm_client import own_transfer  # noqa: E402
+from vllm_model import TinyLlama  # noqa: E402
 
 LENGTHS = (64, 128, 256, 512, 1024)
 SUFFIX = 8
