@@ -523,3 +523,7 @@ system call of a load then costs up to 5 ms, the interval at which the lock chan
 
 ENGINE_LOOKUP_AGE_S: Final = 1.0
 """How long a page that was found counts as there for other requests: those of one burst share a prefix."""
+
+ENGINE_GRACE_S: Final = 1.0
+"""How long after its deadline a transfer of vLLM's offloading is waited for: storage that works answers at
+the deadline, with what it has."""
