@@ -10,6 +10,7 @@ import atexit
 import functools
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ def _dense(
         info(layers), ratio, 0, model.page, layout, pin_memory=False, device_capacity_tokens=device_tokens,
         start_layer=start, end_layer=start + layers, host_token_capacity=host_tokens,
         draft_buffer_infos=[info(1) for _ in range(drafts)],
+        **({"head_group_num": math.gcd(heads, 2)} if layout == "page_unified" else {}),
     )  # fmt: skip
 
 
@@ -154,31 +156,37 @@ def host_pool(
     return pool
 
 
-def _view(pool: Any, part: int, slot: int) -> torch.Tensor:
-    """(head, layer, token, dim) of one part of one page, by the indexing of SGLang's own documentation."""
+def _views(pool: Any, part: int, slot: int) -> list[torch.Tensor]:
+    """(head, layer, token, dim) of one part of one page, by the indexing of SGLang's own documentation: all
+    heads together, or each head group of ``page_unified`` by itself."""
     page = pool.page_size
     rows = slice(slot * page, (slot + 1) * page)
     is_latent = isinstance(pool, MLATokenToKVPoolHost)
+    if pool.layout == "page_unified":
+        whole = pool.kv_buffer[slot]
+        return [whole[None]] if is_latent else [group[:, part].permute(2, 0, 1, 3) for group in whole]
     buffer = pool.kv_buffer if is_latent else pool.kv_buffer[part]
     if pool.layout == "layer_first":
-        return buffer[:, rows].permute(2, 0, 1, 3)
+        return [buffer[:, rows].permute(2, 0, 1, 3)]
     if pool.layout == "page_first":
-        return buffer[rows].permute(2, 1, 0, 3)
+        return [buffer[rows].permute(2, 1, 0, 3)]
     if pool.layout == "page_first_direct":
-        return buffer[slot].permute(2, 0, 1, 3)
+        return [buffer[slot].permute(2, 0, 1, 3)]
     assert pool.layout == "page_head"
-    return buffer[slot].permute(0, 2, 1, 3)
+    return [buffer[slot].permute(0, 2, 1, 3)]
 
 
 def page_bytes(pool: Any, part: int, slot: int) -> np.ndarray:
     """The bytes of a part of a page as (head, layer, token, bytes)."""
-    return _view(pool, part, slot).contiguous().view(torch.uint8).numpy()
+    return torch.cat(_views(pool, part, slot)).view(torch.uint8).numpy()
 
 
 def fill(pool: Any, part: int, slot: int, values: np.ndarray) -> None:
     """Write (head, layer, token, bytes); packed drafts behind these layers stay as they are."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).view(pool.dtype)
-    _view(pool, part, slot)[:, : values.shape[1]].copy_(tensor)
+    tensor, first = torch.from_numpy(np.ascontiguousarray(values)).view(pool.dtype), 0
+    for view in _views(pool, part, slot):
+        view[:, : values.shape[1]].copy_(tensor[first : first + len(view)])
+        first += len(view)
 
 
 @dataclass

@@ -45,6 +45,13 @@ def test_b01_b02_b06_ranks_agree_on_the_shortest_prefix(reports: Reports) -> Non
     assert [(one["agreed_hit"], one["completed"], one["healed"]) for one in lacking] == [(40, 40, 300)] * 2
 
 
+def test_b03_a_backup_that_one_rank_could_not_make_ends_on_all_and_is_made_up(reports: Reports) -> None:
+    """Ranks decide each for itself what host memory they have for a backup. None waits for the other's:
+    the shorter one is the hit of both, until the rank that fell short stores the rest."""
+    skipped = [report["skipped"] for report in reports]
+    assert [(one["agreed_hit"], one["completed"], one["made_up"]) for one in skipped] == [(40, 40, 300)] * 2
+
+
 def test_a_page_that_goes_bad_on_one_rank_shortens_it_on_both(reports: Reports) -> None:
     """Found by both at look-up, corrupt when rank 0 reads it; no acknowledgement is missing."""
     corrupt = [report["corrupt"] for report in reports]
@@ -63,3 +70,11 @@ def test_b02_b11_stages_agree_on_the_shortest_prefix(reports: Reports) -> None:
     stages = [report["stages"] for report in reports]
     assert [one["local_hits"] for one in stages] == [300, 40]
     assert [(one["agreed_hit"], one["completed"]) for one in stages] == [(40, 40)] * 2
+
+
+def test_b16_stages_of_unequal_host_memory_share_what_is_stored(reports: Reports) -> None:
+    """How many pages a rank has room for says nothing of what it stores: names and hits do not know it."""
+    first, second = (report["stages"] for report in reports)
+    assert first["host_pages"] > second["host_pages"]
+    assert first["namespace"] == second["namespace"]
+    assert first["agreed_hit"] == second["agreed_hit"] == 40
