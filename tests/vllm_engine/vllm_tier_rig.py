@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -263,3 +264,8 @@ def content(key: OffloadKey, size: int) -> np.ndarray[Any, Any]:
     """The bytes of a chunk: nothing else than its key decides them."""
     seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def ours() -> set[str]:
+    """Names of the threads that tiers started."""
+    return {t.name for t in threading.enumerate() if t.name.startswith(("hicache", "vllm_offloading_lookup"))}
