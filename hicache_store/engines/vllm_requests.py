@@ -43,6 +43,8 @@ class TrackedRequest:
     """Since when it waits for another request's load of the same pages."""
     was_short: bool = False
     """Whether its hit was too short to be loaded."""
+    was_late: bool = False
+    """Whether its look-up was given up once."""
     saved_pages: int = 0
     """Leading pages that are stored or ordered to be."""
 

@@ -11,7 +11,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from hicache_store.engines.vllm_messages import BlockTables, LoadOrder, SaveOrder
 from hicache_store.engines.vllm_options import VllmOptions
 from hicache_store.engines.vllm_requests import Found, TrackedRequest, hashes_of, is_storable
+from hicache_store.engines.vllm_threads import Threads
 from hicache_store.layout.hashing import page_hashes
 from hicache_store.limits import (
     ENGINE_IDLE_WAIT_S,
@@ -57,7 +59,7 @@ class SchedulerHalf:
         """Page hash to the request that loads it."""
         self._orders: list[LoadOrder] = []
         self._reset_at = clock()
-        self._lookups = ThreadPoolExecutor(ENGINE_LOOKUP_THREADS, thread_name_prefix="hicache-lookup")
+        self._lookups = Threads(ENGINE_LOOKUP_THREADS, "hicache-lookup", ENGINE_QUEUE_MAX)
 
     @property
     def metrics(self) -> Metrics:
@@ -77,20 +79,15 @@ class SchedulerHalf:
         return tracked
 
     def _look_up(self, tracked: TrackedRequest) -> None:
-        if len(self._requests) > ENGINE_QUEUE_MAX and self._pending() >= ENGINE_QUEUE_MAX:
-            self.metrics.add("engine.lookup_dropped")
-            return
         request = tracked.request
         # A copy: the list grows while the request runs, and only the prompt is looked up.
         tokens = list(request.all_token_ids[: request.num_prompt_tokens])
         is_asked = not getattr(request, "skip_reading_prefix_cache", False)
         tracked.asked_at = self._clock()
-        tracked.lookup = self._lookups.submit(self._answer, request, tokens, is_asked)
-
-    def _pending(self) -> int:
-        return sum(
-            tracked.lookup is not None and not tracked.lookup.done() for tracked in self._requests.values()
-        )
+        tracked.lookup = self._lookups.submit(partial(self._answer, request, tokens, is_asked))
+        if tracked.lookup is None:
+            tracked.found = Found((), 0)
+            self.metrics.add("engine.lookup_dropped")
 
     def _answer(self, request: Any, tokens: list[int], is_asked: bool) -> Found:
         hashes = hashes_of(request, np.asarray(tokens), self._page)
@@ -124,7 +121,9 @@ class SchedulerHalf:
             # The look-up has a deadline of its own; this one is for a thread that never got to it.
             if tracked.lookup is not None and self._clock() - tracked.asked_at < 2 * self._lookup_s:
                 return None
-            self.metrics.add("engine.lookup_late")
+            if not tracked.was_late:
+                tracked.was_late = True
+                self.metrics.add("engine.lookup_late")
             return 0
         tracked.local_tokens = local_tokens
         tokens = found.pages * self._page
@@ -270,7 +269,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """End look-ups and close the store."""
-        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
         self._requests.clear()
         self._loading.clear()
         self._store.close()

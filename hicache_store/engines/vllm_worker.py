@@ -13,12 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from hicache_store.clock import Deadline
 from hicache_store.engines.vllm_messages import BlockTables, LoadOrder, SaveOrder
 from hicache_store.engines.vllm_staging import NULL_BLOCK, Staging
+from hicache_store.engines.vllm_threads import Threads
 from hicache_store.layout.parallel import Shard, elected_replica
 from hicache_store.layout.plan import placement_of_slot
 from hicache_store.limits import (
@@ -52,6 +54,8 @@ class Load:
     pages: int = 0
     """Leading pages that are in the engine's blocks."""
     is_late: bool = False
+    is_unwanted: bool = False
+    """Whether its request has ended, which the engine says once and perhaps while blocks are written."""
     state: _State = _State.READING
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,8 +94,8 @@ class WorkerHalf:
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
         self._loads: dict[str, Load] = {}
-        self._loaders = ThreadPoolExecutor(ENGINE_LOAD_THREADS, thread_name_prefix="hicache-load")
-        self._savers = ThreadPoolExecutor(ENGINE_SAVE_THREADS, thread_name_prefix="hicache-save")
+        self._loaders = Threads(ENGINE_LOAD_THREADS, "hicache-load", ENGINE_QUEUE_MAX)
+        self._savers = Threads(ENGINE_SAVE_THREADS, "hicache-save", ENGINE_QUEUE_MAX)
         self._saves: set[Future[None]] = set()
         self._ended = threading.Event()
 
@@ -110,10 +114,8 @@ class WorkerHalf:
         mark = self._staging.mark()
         for load in loads:
             load.mark = mark
-            if len(self._loads) > ENGINE_QUEUE_MAX:
+            if self._loaders.submit(partial(self._run_load, load)) is None:
                 load.move(_State.READING, _State.DONE)
-                continue
-            self._loaders.submit(self._run_load, load)
 
     def results(self, ended: Collection[str], *, is_idle: bool = False) -> Results:
         """What ended since the last call. Loads that are late, or whose request has ``ended``, end now.
@@ -125,7 +127,8 @@ class WorkerHalf:
         self._ended.clear()
         results = Results(set(), set(), {})
         for request_id, load in list(self._loads.items()):
-            if load.deadline.is_past or request_id in ended:
+            load.is_unwanted = load.is_unwanted or request_id in ended
+            if load.deadline.is_past or load.is_unwanted:
                 load.move(_State.READING, _State.GIVEN_UP)
             if load.state not in (_State.DONE, _State.GIVEN_UP):
                 continue
@@ -134,11 +137,11 @@ class WorkerHalf:
             if load.is_whole:
                 continue
             results.failed.add(request_id)
-            is_again = load.state is _State.DONE and not load.is_late
+            is_again = load.state is _State.DONE and not (load.is_late or load.is_unwanted)
             order = load.order
             tokens = (order.first_page + load.pages) * self._staging.page_size if is_again else 0
             results.restorable[request_id] = tokens
-            if request_id not in ended:
+            if not load.is_unwanted:
                 self.metrics.add("engine.load_failed")
         return results
 
@@ -146,7 +149,7 @@ class WorkerHalf:
         started = time.perf_counter()
         try:
             while load.pages < len(load.order.hashes) and load.state is _State.READING:
-                if not self._load_some(load):
+                if load.is_unwanted or not self._load_some(load):
                     break
         except Exception as error:
             self.metrics.add("engine.load_raised")
@@ -213,7 +216,12 @@ class WorkerHalf:
         try:
             mark = self._staging.gather(slots, first * self._staging.page_size, order.blocks)
             hashes = order.hashes[start : start + len(slots)]
-            self._saves.add(self._savers.submit(self._run_save, hashes, slots, first, mark))
+            save = self._savers.submit(partial(self._run_save, hashes, slots, first, mark))
+            if save is None:
+                self.metrics.add("engine.save_dropped_pages", len(slots))
+                self._staging.outbound.give_back(slots)
+            else:
+                self._saves.add(save)
         except BaseException:
             self._staging.outbound.give_back(slots)
             raise
@@ -262,8 +270,8 @@ class WorkerHalf:
         for load in self._loads.values():
             load.move(_State.READING, _State.GIVEN_UP)
         wait(self._saves, timeout=self._timeout_s)
-        for executor in (self._loaders, self._savers):
-            executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._loaders, self._savers):
+            threads.close()
         self._store.close()
 
 
