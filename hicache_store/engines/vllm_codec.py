@@ -23,6 +23,8 @@ log = logging.getLogger("hicache_store")
 _LAYER_NUMBER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _UNDERSTOOD: Final = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
 """Kinds of cache whose pages are K and V, or latents, of consecutive tokens."""
+_PLAIN_MODES: Final = ("NONE", "FP8_PER_TENSOR")
+"""Ways of quantising that leave one element a number, whatever stands beside it."""
 _PROBE_VALUES: Final = 16
 """Whole numbers below this are exact in every KV dtype, eight bits included."""
 
@@ -119,13 +121,17 @@ def _check_spec(name: str, spec: Any) -> None:
             f"layer {name} keeps its state as {kind}, which hicache_store does not store, and no prefix is "
             "usable without it; run this model without hicache_store"
         )
+    if getattr(spec, "non_causal", False):
+        raise ConfigurationError(
+            f"layer {name} lets tokens of a prompt attend to later ones, so a prefix has no KV of its own; "
+            "run this model without hicache_store"
+        )
     is_plain = (
         spec.state_content_bytes is None
         and spec.tokens_per_state == 1
         and spec.page_size_padded is None
         and spec.num_head_slots is None
-        and not spec.kv_quant_mode.is_per_token_head
-        and not spec.kv_quant_mode.is_nvfp4
+        and spec.kv_quant_mode.name in _PLAIN_MODES
     )
     if not is_plain or getattr(spec, "model_version", None) is not None:
         raise ConfigurationError(

@@ -44,7 +44,7 @@ def _tokens(value: object) -> object:
 def _size(value: object) -> object:
     try:
         return parse_size(value) if isinstance(value, str) else None
-    except ConfigurationError:
+    except (ConfigurationError, ValueError):
         return None
 
 

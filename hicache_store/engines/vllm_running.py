@@ -50,6 +50,11 @@ def check_config(vllm_config: Any) -> None:
                 f"{what} context parallelism of size {size} interleaves the tokens of a block over ranks, "
                 f"which hicache_store does not store; run with {name}=1"
             )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigurationError(
+            "vLLM runs without prefix caching (enable_prefix_caching), by its options or as it cannot "
+            "go on from a prefix of this model on this platform; turn it on, or run without hicache_store"
+        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigurationError(
             "this engine takes new weights while it runs (weight_transfer_config), and pages would be stored "
