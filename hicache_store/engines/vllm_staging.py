@@ -49,7 +49,7 @@ class Slots:
                 if deadline.is_past:
                     return []
                 self._changed.wait(min(deadline.remaining_s(), 0.1))
-        return self.take(count)
+            return self.take(count)  # before another thread can
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Free slots again."""
