@@ -78,7 +78,7 @@ test: $(VENV)/.installed-servers
 soak: $(VENV)/.installed-servers
 	HICACHE_SOAK=1 $(BIN)/python -m pytest --timeout=3600 $(TEST_ARGS)
 
-# Environments of their own: the engines pin libraries that the package must not depend on, each others.
+# Environments of their own: the engines pin libraries that the package must not depend on, each its own.
 define engine_environment
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[engines-test]'

@@ -245,7 +245,8 @@ def running(
         engine = Engine(commands, answers, log)
         engine.ask("start", setup.arguments(), wait_s)
         yield engine
-        engine.ask("stop", wait_s=STOP_S)
+        left = engine.ask("stop", wait_s=STOP_S)
+        assert not [name for name in left if name.startswith("hicache")], left
         assert process.wait(STOP_S) == 0, engine.log()
     finally:
         os.close(commands)
