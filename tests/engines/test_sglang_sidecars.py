@@ -191,6 +191,30 @@ def test_packed_draft_layers_of_index_keys_come_back_too(url: str) -> None:
     plain.close()
 
 
+def test_index_keys_of_a_draft_model_belong_to_its_weights(url: str) -> None:
+    """A draft's pool of index keys: for every tensor size, and never in place of another draft's."""
+    hashes, page, name = LATENT.hashes(2), LATENT.page, PoolName.DRAFT_INDEXER
+    writer = make_rank(LATENT, url, layout="page_first", tp_size=2, draft_weights="d1")
+    source = indexer_pool(writer.pool, 1)
+    writer.backend.register_mem_host_pool_v2(source, name)
+    writer.write(hashes, [0, 1])
+    sidecar = transfer(name, hashes, tokens([0, 1], page), indices_from_pool=PoolName.KV)
+    assert writer.backend.batch_set_v2([sidecar]) == {name: [True] * 2}
+    writer.close()
+    for draft_weights, found in (("d1", 2), ("d2", 0)):
+        reader = make_rank(LATENT, url, layout="layer_first", tp=3, tp_size=4, draft_weights=draft_weights)
+        target = indexer_pool(reader.pool, 1)
+        reader.backend.register_mem_host_pool_v2(target, name)
+        asked = reader.backend.batch_exists_v2(hashes, [transfer(name, hashes, None)])
+        assert asked.kv_hit_pages == found
+        back = transfer(name, hashes, tokens([5, 6], page))
+        assert reader.backend.batch_get_v2([back]) == {name: [found > 0] * 2}
+        for slot, taken in zip((0, 1), (5, 6), strict=True):
+            same = torch.equal(source.get_data_page(slot * page), target.get_data_page(taken * page))
+            assert same == (found > 0)
+        reader.close()
+
+
 def test_index_keys_of_some_layers_belong_to_their_stage(url: str) -> None:
     """Where only some layers have an index, no rank tells which: kept whole, for equal stages."""
     rank = make_rank(LATENT, url)
