@@ -238,8 +238,22 @@ def test_a_wait_for_slots_ends_at_its_deadline_or_with_the_first_slot() -> None:
     assert got == [1]
 
 
-def test_many_threads_share_slots_without_loss_and_none_leaves_with_nothing() -> None:
-    """A thread that was woken must not find its slot taken: its caller would count its load as late."""
+def test_slots_that_ended_a_wait_are_not_taken_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that was woken and finds nothing counts as late."""
+    slots, theirs = Slots(range(2)), []
+
+    def take_beside_a_rival(count: int) -> list[int]:
+        rival = threading.Thread(target=lambda: theirs.extend(Slots.take(slots, 9)))
+        rival.start()
+        rival.join(0.05)
+        return Slots.take(slots, count)
+
+    monkeypatch.setattr(slots, "take", take_beside_a_rival)
+    assert slots.wait(2, Deadline.after(WAIT_S)) == [0, 1]
+    assert theirs == []
+
+
+def test_many_threads_share_slots_without_loss() -> None:
     slots, held, lock = Slots(range(2)), set(), threading.Lock()
     wrong: list[str] = []
 

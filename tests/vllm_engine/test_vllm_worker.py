@@ -171,7 +171,9 @@ def test_a_bad_page_in_the_middle_ends_the_prefix_there(url: str, fault: Fault) 
     reader.worker.close()
 
 
-def test_the_tokens_before_a_bad_page_are_told_across_batches(url: str) -> None:
+def test_the_tokens_before_a_bad_page_are_told_across_batches(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A load moves some pages at a time; where its third batch fails, the first two count."""
     pages = 2 * ENGINE_LOAD_PAGES + 5
     hashes = hashes_for(pages)
@@ -184,8 +186,17 @@ def test_the_tokens_before_a_bad_page_are_told_across_batches(url: str) -> None:
     connector = faulty(url)
     connector.plan = on_keys(lambda key: hashes[pages - 2] in key, Vanish())
     reader = Rankful(connector, **size)
+    restore, prefixes = reader.store.restore, []
+
+    def watched(*given: object, prefix: tuple[str, ...], **named: object) -> object:
+        prefixes.append(prefix)
+        return restore(*given, prefix=prefix, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader.store, "restore", watched)
     reader.worker.load([LoadOrder("reader", hashes, (), 0, pages * PAGE, table)])
     assert reader.ended() == {"reader": (pages - 2) * PAGE}
+    counts = (0, ENGINE_LOAD_PAGES, 2 * ENGINE_LOAD_PAGES)
+    assert prefixes == [hashes[:count] for count in counts], "the pages before are marked as used too"
     assert reader.rows(table, 0, (pages - 2) * PAGE) == rows[: (pages - 2) * PAGE]
     reader.worker.close()
 
