@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,15 +102,46 @@ class Staging:
                 f"staging_bytes={budget_bytes} holds {count} pages of {self.page_bytes} bytes; give at least "
                 f"{2 * self.page_bytes}, or fewer tokens a page (page_size)"
             )
-        self._page_size, self._box, self._caches = pool.page_size, box, caches
+        self._page_size, self._box = pool.page_size, box
         self._widths = tuple(int(part.shape[3]) for part in caches[0].parts)
         self._dtype = caches[0].parts[0].dtype
         self._device = caches[0].parts[0].device
+        self._moved = self._element_of(caches)
+        self._caches = [
+            replace(
+                cache,
+                parts=tuple(part.view(kind) for part, kind in zip(cache.parts, self._moved, strict=True)),
+            )
+            for cache in caches
+        ]
         self.inbound, self.outbound = Slots(range(count // 2)), Slots(range(count // 2, count))
         is_host = self._device.type == "cpu"
         self._host = torch.empty(count * self.page_bytes, dtype=torch.uint8, pin_memory=not is_host)
         self.layout: Layout = engine_layout("canonical", pool, box, slots=count)
         self._lanes: Lanes = HostLanes(self._host) if is_host else CudaLanes(self._host, self)
+
+    def _element_of(self, caches: Sequence[LayerCache]) -> tuple[Any, ...]:
+        """What each kv part is moved by: elements of 16 bytes where its rows allow, which indexing moves two to
+        three times as fast on a CPU, else the part's own."""
+        wide, share = torch.complex128, torch.complex128.itemsize // self._dtype.itemsize
+        is_aligned = self._page_size * sum(self._widths) % share == 0
+        offsets = [self._page_size * sum(self._widths[:index]) for index in range(len(self._widths))]
+
+        def is_wide(index: int) -> bool:
+            views = [cache.parts[index] for cache in caches]
+            return (
+                is_aligned
+                and offsets[index] % share == 0
+                and self._widths[index] % share == 0
+                and all(view.stride(3) == 1 for view in views)
+                and all(
+                    number % share == 0
+                    for view in views
+                    for number in (*view.stride()[:3], view.storage_offset())
+                )
+            )
+
+        return tuple(wide if is_wide(index) else self._dtype for index in range(len(self._widths)))
 
     @property
     def buffer(self) -> Any:
@@ -184,7 +215,8 @@ class Staging:
         block = tokens * sum(widths)
         shape = (stage.numel() // self.page_bytes, heads, layers, tokens, widths[index])
         strides = (heads * layers * block, layers * block, block, widths[index], 1)
-        return stage.view(self._dtype).as_strided(shape, strides, tokens * sum(widths[:index]))
+        part = stage.view(self._dtype).as_strided(shape, strides, tokens * sum(widths[:index]))
+        return part.view(self._moved[index])
 
     def step_pages(self) -> int:
         """Pages that the device buffer of one direction holds."""
