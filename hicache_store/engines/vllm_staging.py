@@ -121,8 +121,8 @@ class Staging:
         self._lanes: Lanes = HostLanes(self._host) if is_host else CudaLanes(self._host, self)
 
     def _element_of(self, caches: Sequence[LayerCache]) -> tuple[Any, ...]:
-        """What each kv part is moved by: elements of 16 bytes where its rows allow, which indexing moves two to
-        three times as fast on a CPU, else the part's own."""
+        """What each kv part is moved by: elements of 16 bytes where its rows allow, which a CPU moves two to
+        three times as fast, else the part's own."""
         wide, share = torch.complex128, torch.complex128.itemsize // self._dtype.itemsize
         is_aligned = self._page_size * sum(self._widths) % share == 0
         offsets = [self._page_size * sum(self._widths[:index]) for index in range(len(self._widths))]
