@@ -165,9 +165,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much to load; ``None`` until the look-up has answered."""
         nothing: int | None = 0
-        if not self._kv_transfer_config.is_kv_consumer:
-            return nothing, False
         tokens = self._guarded("a look-up", nothing, lambda: self._half.matched(request, num_computed_tokens))
+        # A producer waits for the answer too: by it, pages get their names and those that lack are stored.
+        if tokens and not self._kv_transfer_config.is_kv_consumer:
+            return 0, False
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

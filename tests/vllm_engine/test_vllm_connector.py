@@ -183,6 +183,25 @@ def test_a_prompt_is_stored_and_loaded_through_the_hooks(engines: Engines) -> No
     assert second.worker.get_finished(set()) == (None, None)
 
 
+def test_a_consumer_stores_nothing_and_a_producer_loads_nothing(engines: Engines, tmp_path: Path) -> None:
+    def objects() -> int:
+        return sum(file.is_file() for file in (tmp_path / "kv" / "objects").rglob("*"))
+
+    for role, stored in (("kv_consumer", 0), ("kv_producer", 4)):
+        engine = engines()
+        engine.scheduler._kv_transfer_config.kv_role = role
+        _, hit = engine.ask(role, list(range(1, 11)))
+        engine.step({role: len(TOKENS)})
+        engine.saved()
+        assert (hit, objects()) == (0, stored)
+    for role, expected in (("kv_producer", 0), ("kv_consumer", 256)):
+        engine = engines()
+        engine.scheduler._kv_transfer_config.kv_role = role
+        assert engine.ask(f"{role}-again", list(range(20, 30)))[1] == expected
+        if expected:
+            engine.steps_until_loaded(f"{role}-again")
+
+
 def test_pages_that_were_lost_are_reported_and_tried_no_further(engines: Engines, tmp_path: Path) -> None:
     first = engines()
     first.ask("one", list(range(1, 11)))
