@@ -75,7 +75,11 @@ class Engine:
         config.compilation_config.static_forward_context = self.bound.modules()
         self.worker = HiCacheConnector(config, WORKER, groups)
         self.scheduler = HiCacheConnector(config, SCHEDULER, groups)
-        self.worker.register_kv_caches(dict(zip(names_of(LAYERS), self.bound.views, strict=True)))
+        try:
+            self.worker.register_kv_caches(dict(zip(names_of(LAYERS), self.bound.views, strict=True)))
+        except BaseException:
+            self.close()
+            raise
         self.tables: dict[str, list[int]] = {}
 
     def ask(self, name: str, blocks: list[int], local: int = 0) -> tuple[Request, int]:
